@@ -1,0 +1,49 @@
+"""Checkpoints in foreign formats, behind one interface. Called by `load_target` and the exports."""
+
+from typing import Protocol
+
+import numpy as np
+
+from spec_jax.models.config import DecoderConfig
+from spec_jax.tokenizer import Tokenizer
+from spec_jax.weights.gguf import GgufCheckpoint
+from spec_jax.weights.resolve import Source, resolve
+from spec_jax.weights.safetensors import FolderCheckpoint
+
+__all__ = ["Checkpoint", "open_checkpoint"]
+
+
+class Checkpoint(Protocol):
+  """Weights on disk, read one tensor at a time under canonical names (see `names.py`).
+
+  Attributes:
+    source: where it lies.
+    config: the decoder it describes.
+  """
+
+  source: Source
+  config: DecoderConfig
+
+  def names(self) -> list[str]:
+    """Canonical names of the tensors."""
+
+  def read(self, name: str) -> np.ndarray:
+    """One tensor in float32, matrices as [out, in]."""
+
+  def tokenizer(self) -> Tokenizer:
+    """The tokenizer that came with the weights."""
+
+  def weight_hash(self) -> str:
+    """SHA-256 over the bytes of the weight files."""
+
+
+def open_checkpoint(source: str) -> Checkpoint:
+  """Opens a model: "demo", "hf:org/name", a folder in the Hugging Face layout or a .gguf file.
+
+  Tensor names and shapes are checked here, so a broken file stops before anything is computed.
+
+  Raises:
+    UserError: names the path, field or tensor.
+  """
+  found = resolve(source)
+  return GgufCheckpoint(found) if found.kind == "gguf" else FolderCheckpoint(found)

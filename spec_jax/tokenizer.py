@@ -1,0 +1,463 @@
+"""Text to ids and back, and the chat template. Used by the API, the shell and the data stages.
+
+The byte-pair encoding is the `tokenizers` library's and the template engine is jinja2's; this file
+says how either source (a Hugging Face folder or the metadata of a GGUF file) sets them up, and
+keeps one promise that neither gives: text written by a user never becomes a control id.
+"""
+
+import copy
+import datetime
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from spec_jax.errors import UserError
+
+# GGUF `tokenizer.ggml.token_type`.
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+def _byte_level() -> list[Any]:
+  return [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+
+
+def _digits_then_byte_level() -> list[Any]:
+  return [pre_tokenizers.Digits(individual_digits=True), *_byte_level()]
+
+
+def _llama3_then_bytes() -> list[Any]:
+  return [
+      pre_tokenizers.Split(tokenizers.Regex(_LLAMA3_SPLIT), "isolated"),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+  ]
+
+
+# GGUF `tokenizer.ggml.pre` -> (pre-tokenizers, a whole word of the vocabulary skips the merges,
+# BOS is added where the file does not say).
+_PRE = {
+    "gpt-2": (_byte_level, False, False),
+    "gpt2": (_byte_level, False, False),
+    "llama-bpe": (_llama3_then_bytes, True, True),
+    "smollm": (_digits_then_byte_level, False, False),
+}
+
+
+class Tokenizer:
+  """A `tokenizers.Tokenizer` with its chat template and its special ids.
+
+  Attributes:
+    vocab_size: R, one above the largest id.
+    bos_id, pad_id: -1 for none.
+    eos_ids: every id that ends a sequence, the tokenizer's own first.
+    adds_bos: the tokenizer puts BOS before a text (`encode(..., add_special=True)`).
+    chat_template: jinja source, "" for none.
+  """
+
+  def __init__(
+      self,
+      backend: tokenizers.Tokenizer,
+      *,
+      chat_template: str = "",
+      bos_id: int = -1,
+      eos_ids: Sequence[int] = (),
+      pad_id: int = -1,
+  ):
+    backend.no_padding()
+    backend.no_truncation()
+    self._special = backend
+    # The same tokenizer, reading the spelling of a control token as ordinary text.
+    self._plain = copy.deepcopy(backend)
+    self._plain.encode_special_tokens = True
+    self.chat_template = chat_template
+    self.bos_id, self.eos_ids, self.pad_id = bos_id, tuple(dict.fromkeys(eos_ids)), pad_id
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    self.vocab_size = max(vocabulary.values()) + 1
+    strings = [f"[no token {i}]" for i in range(self.vocab_size)]
+    for string, i in vocabulary.items():
+      strings[i] = string
+    self._strings = strings
+    added = backend.get_added_tokens_decoder()
+    self.control_ids = frozenset(i for i, token in added.items() if token.special)
+    for name, i in (("bos", bos_id), ("pad", pad_id), *(("eos", i) for i in self.eos_ids)):
+      if not -1 <= i < self.vocab_size:
+        raise UserError(f"tokenizer: {name} id {i} is outside its {self.vocab_size} tokens")
+    self.adds_bos = bos_id >= 0 and bos_id in backend.encode("", add_special_tokens=True).ids[:1]
+    self._controls = [strings[i] for i in sorted(self.control_ids)]
+    self._control_pattern = re.compile(_any_of(self._controls))
+
+  # Sources.
+
+  @classmethod
+  def from_folder(cls, folder: str | Path) -> "Tokenizer":
+    """Reads the tokenizer files of a Hugging Face folder.
+
+    `eos_ids` is the union of the EOS of `tokenizer_config.json`, `config.json` and
+    `generation_config.json`: chat models often name the end of turn in one of them only.
+
+    Raises:
+      UserError: a missing or unreadable file, by name.
+    """
+    folder = Path(folder)
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+      raise UserError(f"{path} does not exist (only folders with a tokenizer.json are read)")
+    try:
+      backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+      raise UserError(f"{path} is not a tokenizer: {error}") from None
+    config = _read_json(folder / "tokenizer_config.json")
+    template = config.get("chat_template") or ""
+    if isinstance(template, list):  # several named templates
+      template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
+    if (folder / "chat_template.jinja").is_file():
+      template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+
+    def special(name: str) -> int:
+      token = config.get(name)
+      token = token.get("content") if isinstance(token, dict) else token
+      if token is None:
+        return -1
+      i = backend.token_to_id(token)
+      if i is None:
+        raise UserError(f"{folder / 'tokenizer_config.json'}: {name}={token!r} is not a token")
+      return i
+
+    eos = [i for i in (special("eos_token"),) if i >= 0]
+    bos, pad = special("bos_token"), special("pad_token")
+    for name in ("config.json", "generation_config.json"):
+      other = _read_json(folder / name)
+      ids = other.get("eos_token_id")
+      eos += ids if isinstance(ids, list) else [] if ids is None else [ids]
+      bos = _first(bos, other.get("bos_token_id"))
+      pad = _first(pad, other.get("pad_token_id"))
+    return cls(backend, chat_template=template, bos_id=bos, eos_ids=eos, pad_id=pad)
+
+  @classmethod
+  def from_gguf(cls, reader: Any) -> "Tokenizer":
+    """Builds the tokenizer from the metadata of a `gguf.GGUFReader`.
+
+    Trailing tokens of type UNUSED are padding of the embedding and are left out.
+
+    Raises:
+      UserError: a kind of tokenizer or pre-tokenizer that is not known, by name.
+    """
+
+    def get(name: str, default: Any = None) -> Any:
+      field = reader.fields.get(f"tokenizer.{name}")
+      return default if field is None else field.contents()
+
+    if (model := get("ggml.model")) != "gpt2":
+      raise UserError(f"tokenizer.ggml.model={model!r} is not supported (only 'gpt2', byte-pair)")
+    if (pre := get("ggml.pre", "(none)")) not in _PRE:
+      raise UserError(f"tokenizer.ggml.pre={pre!r} is not supported (known: {', '.join(_PRE)})")
+    splitters, ignore_merges, default_bos = _PRE[pre]
+    strings, kinds, merges = get("ggml.tokens"), get("ggml.token_type"), get("ggml.merges")
+    for name, value in (("tokens", strings), ("token_type", kinds), ("merges", merges)):
+      if not value:
+        raise UserError(f"GGUF file has no tokenizer.ggml.{name}")
+    if len(kinds) != len(strings):
+      raise UserError(f"tokenizer.ggml.token_type has {len(kinds)} entries for "
+                      f"{len(strings)} tokens")
+    real = len(strings)
+    while real and kinds[real - 1] == _UNUSED:
+      real -= 1
+    strings, kinds = strings[:real], kinds[:real]
+    vocabulary = {string: i for i, string in enumerate(strings)}
+    if len(vocabulary) != real:
+      raise UserError("tokenizer.ggml.tokens names a token twice")
+    # A token may hold a space only as its first byte-level letter, so one split is enough.
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    try:
+      bpe = models.BPE(vocabulary, pairs, ignore_merges=ignore_merges)
+    except Exception as error:
+      raise UserError(f"tokenizer.ggml.merges do not fit the tokens: {error}") from None
+    backend = tokenizers.Tokenizer(bpe)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(splitters())
+    backend.decoder = decoders.ByteLevel()
+    added = [AddedToken(s, special=k == _CONTROL, normalized=False)
+             for s, k in zip(strings, kinds, strict=True) if k in (_CONTROL, _USER_DEFINED)]
+    backend.add_tokens([token for token in added if not token.special])
+    backend.add_special_tokens([token for token in added if token.special])
+    bos = get("ggml.bos_token_id", -1)
+    post = processors.ByteLevel(trim_offsets=False)
+    if get("ggml.add_bos_token", default_bos) and bos >= 0:
+      post = processors.Sequence([post, processors.TemplateProcessing(
+          single=f"{strings[bos]} $A", special_tokens=[(strings[bos], bos)])])
+    backend.post_processor = post
+    eos = [get(f"ggml.{name}_token_id", -1) for name in ("eos", "eot", "eom")]
+    return cls(
+        backend,
+        chat_template=get("chat_template", ""),
+        bos_id=bos,
+        eos_ids=[i for i in eos if i >= 0],
+        pad_id=get("ggml.padding_token_id", -1),
+    )
+
+  def save(self, folder: str | Path) -> None:
+    """Writes `tokenizer.json` and `tokenizer_config.json` (with the chat template)."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    self._special.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # the class that takes tokenizer.json as is
+        "clean_up_tokenization_spaces": False,
+        **self._special_strings(),
+    }
+    if self.chat_template:
+      config["chat_template"] = self.chat_template
+    text = json.dumps(config, ensure_ascii=False, indent=2)
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+  # Text and ids.
+
+  def encode(
+      self, text: str, add_special: bool = False, parse_special: bool = False
+  ) -> list[int]:
+    """Ids of a text.
+
+    Args:
+      text: any string.
+      add_special: BOS in front, when the tokenizer wants one and the text does not bring it.
+      parse_special: the spelling of a control token is that token. Off for text a user wrote.
+    """
+    if parse_special:
+      ids = self._special.encode(text, add_special_tokens=False).ids
+    else:
+      ids = self._encode_plain(text)
+    return self._one_bos(ids) if add_special and self.adds_bos else ids
+
+  def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+    """Text of ids; control tokens are left out unless `skip_special` is False."""
+    return self._special.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+  def id_to_token(self, i: int) -> str:
+    """The vocabulary's spelling of one id (byte-level letters, not text)."""
+    return self._strings[i]
+
+  def token_strings(self) -> list[str]:
+    """The spelling of every id, in order."""
+    return list(self._strings)
+
+  # Chats.
+
+  def apply_chat(
+      self,
+      messages: Sequence[Mapping[str, Any]],
+      *,
+      add_generation_prompt: bool = True,
+      **template_args: Any,
+  ) -> str:
+    """Renders the chat template.
+
+    Args:
+      messages: dicts with "role" and "content".
+      add_generation_prompt: end with the header of the assistant's turn.
+      **template_args: passed to the template (tools, documents, enable_thinking, ...).
+
+    Raises:
+      UserError: there is no template, it does not compile, or it refuses the messages.
+    """
+    if not self.chat_template:
+      raise UserError("the tokenizer has no chat template")
+    try:
+      return _compile(self.chat_template).render(
+          messages=[dict(message) for message in messages],
+          add_generation_prompt=add_generation_prompt,
+          **self._special_strings() | {"tools": None, "documents": None} | template_args,
+      )
+    except jinja2.TemplateError as error:
+      raise UserError(f"chat template: {error}") from None
+    except (TypeError, KeyError) as error:  # null content, a missing field
+      raise UserError(f"chat template cannot render the messages: {error}") from None
+
+  def encode_chat(
+      self,
+      messages: Sequence[Mapping[str, Any]],
+      *,
+      add_generation_prompt: bool = True,
+      **template_args: Any,
+  ) -> list[int]:
+    """Ids of a rendered chat; control ids come from the template alone, with one BOS in front.
+
+    Messages without the spelling of a control token encode exactly as the whole rendering does.
+    Otherwise those spellings travel through the template as placeholders, the rendering is cut at
+    the template's own control tokens, and what lies between is encoded as ordinary text.
+    """
+    guard = _Guard(self._controls)
+    args = {key: guard.hide(value) if key in ("tools", "documents") else value
+            for key, value in template_args.items()}
+    text = self.apply_chat([guard.hide(message) for message in messages],
+                           add_generation_prompt=add_generation_prompt, **args)
+    if not guard.hidden:
+      ids = self.encode(text, parse_special=True)
+    else:
+      ids, position = [], 0
+      for match in self._control_pattern.finditer(text):
+        ids += self._encode_plain(guard.reveal(text[position:match.start()]))
+        ids.append(self._special.token_to_id(match.group()))
+        position = match.end()
+      ids += self._encode_plain(guard.reveal(text[position:]))
+    return self._one_bos(ids)
+
+  # Identity.
+
+  def hash(self) -> str:
+    """SHA-256 of everything that decides how text becomes ids."""
+    return hashlib.sha256(self._special.to_str().encode()).hexdigest()
+
+  def template_hash(self) -> str:
+    """SHA-256 of the chat template."""
+    return hashlib.sha256(self.chat_template.encode()).hexdigest()
+
+  def _special_strings(self) -> dict[str, str]:
+    ids = {"bos_token": self.bos_id, "pad_token": self.pad_id,
+           "eos_token": self.eos_ids[0] if self.eos_ids else -1}
+    return {name: self._strings[i] for name, i in ids.items() if i >= 0}
+
+  def _encode_plain(self, text: str) -> list[int]:
+    if not text:
+      return []
+    ids = self._plain.encode(text, add_special_tokens=False).ids
+    if self.control_ids.isdisjoint(ids):
+      return ids
+    # A model that looks whole words up (ignore_merges) finds a control token's spelling too; such
+    # a word is encoded letter by letter. An id that is still control is the unknown token's.
+    safe = []
+    for i in ids:
+      if i in self.control_ids and self._strings[i] in text:
+        for letter in self._strings[i]:
+          safe += self._plain.encode(letter, add_special_tokens=False).ids
+      else:
+        safe.append(i)
+    return safe
+
+  def _one_bos(self, ids: list[int]) -> list[int]:
+    if self.bos_id < 0:
+      return ids
+    if self.adds_bos and ids[:1] != [self.bos_id]:
+      ids = [self.bos_id, *ids]
+    while ids[:2] == [self.bos_id, self.bos_id]:
+      ids = ids[1:]
+    return ids
+
+
+def check_same_vocabulary(drafter: Tokenizer, target: Tokenizer) -> None:
+  """Checks that the ids both tokenizers have are the same tokens.
+
+  One may have more tokens than the other (added to a fine-tuned target, say): those ids come from
+  its owner only.
+
+  Raises:
+    UserError: names the first id that differs and both spellings.
+  """
+  pairs = zip(drafter.token_strings(), target.token_strings(), strict=False)
+  for i, (ours, theirs) in enumerate(pairs):
+    if ours != theirs:
+      raise UserError(f"the drafter's vocabulary is not the target's: id {i} is {ours!r} in the "
+                      f"drafter and {theirs!r} in the target")
+
+
+class _Guard:
+  """Replaces the spelling of control tokens in message text by placeholders, and back.
+
+  Also replaced: the beginning of such a spelling at the end of a text and its end at the start of
+  a text, which the template's own letters could complete, and the placeholders' own marks.
+  """
+
+  # Private-use characters: trimming and upper-casing spare them, no template tests for them.
+  _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
+
+  def __init__(self, controls: Sequence[str]):
+    self.hidden: list[str] = []
+    self._pattern = None
+    if controls:
+      starts = {c[:n] for c in controls for n in range(1, len(c))}
+      ends = {c[n:] for c in controls for n in range(1, len(c))}
+      self._pattern = re.compile(
+          rf"{_any_of(controls)}|[{self._OPEN}{self._CLOSE}]"
+          rf"|\A(?P<lead>\s*)(?:{_any_of(ends)})|(?:{_any_of(starts)})(?=\s*\Z)")
+
+  def hide(self, value: Any) -> Any:
+    """The value with every string in it made safe (dict keys are left alone)."""
+    if isinstance(value, str):
+      return self._pattern.sub(self._replace, value) if self._pattern else value
+    if isinstance(value, Mapping):
+      return {key: self.hide(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+      return [self.hide(item) for item in value]
+    return value
+
+  def reveal(self, text: str) -> str:
+    """The text with every placeholder replaced by what it stands for."""
+    return re.sub(f"{self._OPEN}([0-9]+){self._CLOSE}", lambda m: self.hidden[int(m[1])], text)
+
+  def _replace(self, match: re.Match) -> str:
+    lead = match["lead"] or ""
+    self.hidden.append(match.group()[len(lead):])
+    return f"{lead}{self._OPEN}{len(self.hidden) - 1}{self._CLOSE}"
+
+
+def _any_of(words: Sequence[str] | set[str]) -> str:
+  # Longest first: an alternation takes the first that fits.
+  return "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
+
+
+class _GenerationTag(jinja2.ext.Extension):
+  """`{% generation %}...{% endgeneration %}`, the mark some templates put around answers."""
+
+  tags = {"generation"}
+
+  def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+    """Renders the body as if the tag were not there."""
+    next(parser.stream)
+    return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(source: str) -> jinja2.Template:
+  # The environment that templates on Hugging Face are written for, sandboxed: a template is data.
+  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+      trim_blocks=True, lstrip_blocks=True,
+      extensions=[jinja2.ext.loopcontrols, _GenerationTag])
+
+  def raise_exception(message: str):
+    raise jinja2.TemplateError(message)
+
+  def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                      sort_keys=sort_keys)
+
+  environment.filters["tojson"] = tojson
+  environment.globals["raise_exception"] = raise_exception
+  environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+  return environment.from_string(source)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+  if not path.is_file():
+    return {}
+  try:
+    value = json.loads(path.read_text(encoding="utf-8"))
+  except ValueError as error:
+    raise UserError(f"{path} is not JSON: {error}") from None
+  if not isinstance(value, dict):
+    raise UserError(f"{path} holds a {type(value).__name__}, not an object")
+  return value
+
+
+def _first(i: int, other: int | None) -> int:
+  return i if i >= 0 or other is None else other

@@ -1,0 +1,188 @@
+"""Reads a GGUF file: config from its metadata, tensors dequantised one at a time.
+
+The `gguf` package parses and dequantises; this file knows what its llama architecture stores
+differently from the Hugging Face layout. Called by `open_checkpoint`.
+"""
+
+import dataclasses
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from spec_jax.errors import UserError
+from spec_jax.models.config import DecoderConfig, RopeScaling
+from spec_jax.tokenizer import Tokenizer
+from spec_jax.weights import names
+from spec_jax.weights.resolve import Source, files_sha256
+
+_FAMILIES = {"llama": "llama"}
+# llama.cpp pairs neighbouring channels in its rotary embedding for these; others pair halves, as
+# the Hugging Face layout does, and store q and k as they are.
+_PERMUTED = {"llama"}
+
+
+class _Reader(gguf.GGUFReader):
+  """The package's reader, with a name in the error about a tensor type that it does not know."""
+
+  def _build_tensors(self, start_offs, fields):
+    known = {kind.value for kind in GGMLQuantizationType}
+    for field in fields:
+      if (kind := int(field.parts[4][0])) not in known:
+        raise UserError(f"tensor {field.name} has the unknown type {kind}")
+    super()._build_tensors(start_offs, fields)
+
+
+class GgufCheckpoint:
+  """A GGUF file, open for reading.
+
+  Attributes:
+    source: where it lies.
+    config: the decoder it describes.
+  """
+
+  def __init__(self, source: Source):
+    self.source = source
+    where = str(source.path)
+    try:
+      self._reader = _Reader(source.path)
+    except UserError as error:
+      raise UserError(f"{where}: {error}") from None
+    except (ValueError, IndexError, KeyError) as error:
+      raise UserError(f"{where} is not a readable GGUF file: {error}") from None
+    self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+    for tensor in self._reader.tensors:
+      _check_type(tensor, where)
+    self._tokenizer: Tokenizer | None = None
+    self.config = self._read_config()
+    self._names = names.GGUF_NAMES[self.config.architecture]
+    needed = names.shapes(self.config)
+    if self._names["rope_freqs"] in self._tensors:
+      needed["rope_freqs"] = (self.config.head_dim // 2,)
+    found = {name: tuple(int(n) for n in reversed(tensor.shape))
+             for name, tensor in self._tensors.items()}
+    names.check_tensors(needed, found, self._names, where)
+    self._needed = needed
+
+  def names(self) -> list[str]:
+    """Canonical names of the tensors, "rope_freqs" among them when the file has it."""
+    return list(self._needed)
+
+  def read(self, name: str) -> np.ndarray:
+    """One tensor in float32, rows in the Hugging Face order.
+
+    Args:
+      name: canonical.
+    """
+    tensor = self._tensors[names.stored_name(self._names, name)]
+    value = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
+    if self.config.architecture in _PERMUTED:
+      if name.endswith(".wq"):
+        return unpermute(value, self.config.num_heads)
+      if name.endswith(".wk"):
+        return unpermute(value, self.config.num_kv_heads)
+    return np.array(value)  # a copy: F32 tensors are views of the mapped file
+
+  def tokenizer(self) -> Tokenizer:
+    """The tokenizer of the file's metadata."""
+    if self._tokenizer is None:
+      try:
+        self._tokenizer = Tokenizer.from_gguf(self._reader)
+      except UserError as error:
+        raise UserError(f"{self.source.path}: {error}") from None
+    return self._tokenizer
+
+  def weight_hash(self) -> str:
+    """SHA-256 of the file."""
+    return files_sha256([self.source.path])
+
+  def _read_config(self) -> DecoderConfig:
+    where = self.source.path
+    arch = self._get("general.architecture")
+    if arch not in _FAMILIES:
+      raise UserError(f"{where}: general.architecture={arch!r} is not supported "
+                      f"(known: {', '.join(_FAMILIES)})")
+
+    def get(name: str, *default: Any) -> Any:
+      return self._get(f"{arch}.{name}", *default)
+
+    heads, hidden = get("attention.head_count"), get("embedding_length")
+    head_dim = get("attention.key_length", hidden // heads)
+    for name, only in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim),
+                       ("expert_count", 0), ("attention.sliding_window", 0)):
+      if (value := get(name, only)) != only:
+        raise UserError(f"{where}: {arch}.{name}={value} is not supported (only {only})")
+    embed = names.GGUF_NAMES[_FAMILIES[arch]]["embed"]
+    if embed not in self._tensors:
+      raise UserError(f"{where} has no tensor {embed}")
+    tokenizer = self.tokenizer()
+    config = DecoderConfig(
+        architecture=_FAMILIES[arch],
+        vocab_size=int(self._tensors[embed].shape[-1]),
+        hidden_size=hidden,
+        intermediate_size=get("feed_forward_length"),
+        num_layers=get("block_count"),
+        num_heads=heads,
+        num_kv_heads=get("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        rope_theta=_shortest(get("rope.freq_base", 10000.0)),
+        rope_scaling=self._read_scaling(arch),
+        rms_norm_eps=_shortest(get("attention.layer_norm_rms_epsilon")),
+        max_position=get("context_length"),
+        tie_embeddings="output.weight" not in self._tensors,
+        bos_id=tokenizer.bos_id,
+        eos_ids=tokenizer.eos_ids,
+        pad_id=tokenizer.pad_id,
+    )
+    if tokenizer.vocab_size > config.vocab_size:
+      raise UserError(f"{where}: {tokenizer.vocab_size} tokens for an embedding of "
+                      f"{config.vocab_size} rows")
+    return dataclasses.replace(config, vocab_real=tokenizer.vocab_size)
+
+  def _read_scaling(self, arch: str) -> RopeScaling | None:
+    kind = self._get(f"{arch}.rope.scaling.type", "none")
+    if kind == "none":
+      return None
+    if kind != "linear":
+      raise UserError(f"{self.source.path}: {arch}.rope.scaling.type={kind!r} is not supported "
+                      "(only none, linear)")
+    return RopeScaling("linear", _shortest(self._get(f"{arch}.rope.scaling.factor")))
+
+  def _get(self, key: str, *default: Any) -> Any:
+    field = self._reader.fields.get(key)
+    if field is not None:
+      return field.contents()
+    if default:
+      return default[0]
+    raise UserError(f"{self.source.path} has no metadata {key}")
+
+
+def unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:
+  """Rows of a q or k projection from llama.cpp's rotary order to the Hugging Face order.
+
+  Within each head llama.cpp keeps the two channels that rotate together side by side
+  (0, H/2, 1, H/2 + 1, ...); the Hugging Face layout keeps the halves apart.
+
+  Args:
+    rows: [num_heads * H, in].
+    num_heads: of the tensor itself: query heads for q, key/value heads for k.
+  """
+  pairs = rows.reshape(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
+  return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _check_type(tensor: Any, where: str) -> None:
+  kind = tensor.tensor_type
+  if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+    return
+  try:  # one block of zeros: the package has no list of what it can dequantise
+    gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+  except NotImplementedError:
+    raise UserError(f"{where}: tensor {tensor.name} has type {kind.name}, which cannot be "
+                    "dequantised") from None
+
+
+def _shortest(value: float) -> float:
+  # Metadata is float32; 1e-5 must come back as 1e-5, not as 9.999999747378752e-06.
+  return float(str(np.float32(value)))

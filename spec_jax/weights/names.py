@@ -1,0 +1,109 @@
+"""Tensor names per family: canonical <-> Hugging Face, canonical <-> GGUF, and their shapes.
+
+Canonical names are those of the decoder; every matrix is [out, in]. Read by both loaders and the
+exports, so that a family is described in one place.
+"""
+
+from collections.abc import Mapping
+
+from spec_jax.errors import UserError
+from spec_jax.models.config import DecoderConfig
+
+_LLAMA_HF = {
+    "embed": "model.embed_tokens.weight",
+    "layers.{i}.attn_norm": "model.layers.{i}.input_layernorm.weight",
+    "layers.{i}.wq": "model.layers.{i}.self_attn.q_proj.weight",
+    "layers.{i}.wk": "model.layers.{i}.self_attn.k_proj.weight",
+    "layers.{i}.wv": "model.layers.{i}.self_attn.v_proj.weight",
+    "layers.{i}.wo": "model.layers.{i}.self_attn.o_proj.weight",
+    "layers.{i}.mlp_norm": "model.layers.{i}.post_attention_layernorm.weight",
+    "layers.{i}.w_gate": "model.layers.{i}.mlp.gate_proj.weight",
+    "layers.{i}.w_up": "model.layers.{i}.mlp.up_proj.weight",
+    "layers.{i}.w_down": "model.layers.{i}.mlp.down_proj.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+
+_LLAMA_GGUF = {
+    "embed": "token_embd.weight",
+    "layers.{i}.attn_norm": "blk.{i}.attn_norm.weight",
+    "layers.{i}.wq": "blk.{i}.attn_q.weight",
+    "layers.{i}.wk": "blk.{i}.attn_k.weight",
+    "layers.{i}.wv": "blk.{i}.attn_v.weight",
+    "layers.{i}.wo": "blk.{i}.attn_output.weight",
+    "layers.{i}.mlp_norm": "blk.{i}.ffn_norm.weight",
+    "layers.{i}.w_gate": "blk.{i}.ffn_gate.weight",
+    "layers.{i}.w_up": "blk.{i}.ffn_up.weight",
+    "layers.{i}.w_down": "blk.{i}.ffn_down.weight",
+    "final_norm": "output_norm.weight",
+    "head": "output.weight",
+    "rope_freqs": "rope_freqs.weight",
+}
+
+# DecoderConfig.architecture -> map.
+HF_NAMES = {"llama": _LLAMA_HF}
+GGUF_NAMES = {"llama": _LLAMA_GGUF}
+
+# Buffers that old exports stored and that follow from the config.
+IGNORED_HF_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+  """Canonical name -> shape of every tensor a decoder of this config needs."""
+  d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
+  n, g, v = config.num_heads, config.num_kv_heads, config.vocab_size
+  needed: dict[str, tuple[int, ...]] = {"embed": (v, d)}
+  for i in range(config.num_layers):
+    needed |= {
+        f"layers.{i}.attn_norm": (d,),
+        f"layers.{i}.wq": (n * h, d),
+        f"layers.{i}.wk": (g * h, d),
+        f"layers.{i}.wv": (g * h, d),
+        f"layers.{i}.wo": (d, n * h),
+        f"layers.{i}.mlp_norm": (d,),
+        f"layers.{i}.w_gate": (f, d),
+        f"layers.{i}.w_up": (f, d),
+        f"layers.{i}.w_down": (d, f),
+    }
+  needed["final_norm"] = (d,)
+  if not config.tie_embeddings:
+    needed["head"] = (v, d)
+  return needed
+
+
+def stored_name(names: Mapping[str, str], canonical: str) -> str:
+  """The name a canonical tensor has in a file, e.g. "layers.3.wq" -> "blk.3.attn_q.weight"."""
+  parts = canonical.split(".")
+  if parts[0] == "layers" and len(parts) == 3:
+    return names[f"layers.{{i}}.{parts[2]}"].format(i=parts[1])
+  return names[canonical]
+
+
+def check_tensors(
+    needed: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    names: Mapping[str, str],
+    where: str,
+) -> None:
+  """Checks that a file holds exactly the tensors a decoder needs.
+
+  Args:
+    needed: canonical name -> shape.
+    found: stored name -> shape.
+    names: the family's map.
+    where: the file or folder, for messages.
+
+  Raises:
+    UserError: names the tensor that is missing, has another shape, or is not known. A tensor that
+      is not known (a bias, an expert) changes what the model computes, so it is not skipped.
+  """
+  wanted = {stored_name(names, name): shape for name, shape in needed.items()}
+  for name, shape in wanted.items():
+    if name not in found:
+      raise UserError(f"{where} has no tensor {name}")
+    if tuple(found[name]) != shape:
+      raise UserError(f"{where}: tensor {name} has shape {list(found[name])}, "
+                      f"the config says {list(shape)}")
+  for name in found:
+    if name not in wanted and not name.endswith(IGNORED_HF_SUFFIXES):
+      raise UserError(f"{where}: tensor {name} is not supported")

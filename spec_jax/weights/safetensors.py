@@ -1,0 +1,227 @@
+"""Reads and writes model folders in the Hugging Face layout.
+
+Reading maps the files and converts one tensor at a time. Called by `open_checkpoint`; the exports
+call `write_folder`.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from spec_jax.errors import UserError
+from spec_jax.models.config import DecoderConfig, RopeScaling
+from spec_jax.tokenizer import Tokenizer
+from spec_jax.weights import names
+from spec_jax.weights.resolve import Source, files_sha256
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+class FolderCheckpoint:
+  """A folder with config.json, safetensors and tokenizer files, open for reading.
+
+  Attributes:
+    source: where it lies.
+    config: the decoder it describes; `eos_ids` is the union over config.json,
+      generation_config.json and the tokenizer, `vocab_real` the tokenizer's size.
+  """
+
+  def __init__(self, source: Source):
+    self.source = source
+    folder = source.path
+    self._tokenizer = Tokenizer.from_folder(folder)
+    try:
+      config = DecoderConfig.from_hf(_read_object(folder / "config.json"))
+    except UserError as error:
+      raise UserError(f"{folder}: {error}") from None
+    if self._tokenizer.vocab_size > config.vocab_size:
+      raise UserError(f"{folder}: the tokenizer has {self._tokenizer.vocab_size} tokens, "
+                      f"config.json vocab_size={config.vocab_size}")
+    self._file_of = _find_tensors(folder)
+    self.config = dataclasses.replace(
+        config,
+        bos_id=self._tokenizer.bos_id,
+        eos_ids=self._tokenizer.eos_ids,
+        pad_id=self._tokenizer.pad_id,
+        vocab_real=self._tokenizer.vocab_size,
+    )
+    self._names = names.HF_NAMES[config.architecture]
+    needed = names.shapes(self.config)
+    found = self._shapes()
+    head = self._names["head"]
+    if config.tie_embeddings and head in found:
+      self._check_tied(head)
+      del found[head]
+    elif head not in found and not config.tie_embeddings:
+      raise UserError(f"{folder} has no tensor {head}, and config.json says "
+                      "tie_word_embeddings=false")
+    names.check_tensors(needed, found, self._names, str(folder))
+    self._needed = needed
+
+  def names(self) -> list[str]:
+    """Canonical names of the tensors."""
+    return list(self._needed)
+
+  def read(self, name: str) -> np.ndarray:
+    """One tensor in float32.
+
+    Args:
+      name: canonical.
+    """
+    return self._load(names.stored_name(self._names, name)).astype(np.float32)
+
+  def tokenizer(self) -> Tokenizer:
+    """The tokenizer of the folder."""
+    return self._tokenizer
+
+  def weight_hash(self) -> str:
+    """SHA-256 over the weight files."""
+    return files_sha256(sorted(set(self._file_of.values())))
+
+  def _load(self, stored: str) -> np.ndarray:
+    with safetensors.safe_open(self._file_of[stored], framework="numpy") as file:
+      return file.get_tensor(stored)
+
+  def _shapes(self) -> dict[str, tuple[int, ...]]:
+    """Stored name -> shape, from the headers alone."""
+    found = {}
+    for path in sorted(set(self._file_of.values())):
+      with safetensors.safe_open(path, framework="numpy") as file:
+        present = set(file.keys())
+        for name in (n for n, where in self._file_of.items() if where == path):
+          if name not in present:
+            raise UserError(f"{path} has no tensor {name}, which {_INDEX} says it holds")
+          view = file.get_slice(name)
+          if view.get_dtype() not in _FLOATS:
+            raise UserError(f"{path}: tensor {name} has type {view.get_dtype()}, which is not "
+                            f"supported (only {', '.join(sorted(_FLOATS))})")
+          found[name] = tuple(view.get_shape())
+    return found
+
+  def _check_tied(self, head: str) -> None:
+    embed = self._names["embed"]
+    if embed in self._file_of and not np.array_equal(self._load(head), self._load(embed)):
+      raise UserError(f"{self.source.path}: config.json says tie_word_embeddings=true, but "
+                      f"{head} differs from {embed}")
+
+
+def write_folder(
+    path: str | Path,
+    config: DecoderConfig,
+    tensors: Mapping[str, np.ndarray],
+    tokenizer: Tokenizer,
+    dtype: str = "float32",
+    extra_config: Mapping[str, Any] | None = None,
+) -> None:
+  """Writes a stock Hugging Face folder that transformers, vLLM and SGLang read.
+
+  Args:
+    path: the folder; made when absent.
+    config: the decoder; must need exactly the given tensors.
+    tensors: canonical name -> array. "rope_freqs" (from a GGUF target) becomes the rope_scaling
+      that it came from.
+    tokenizer: written beside the weights.
+    dtype: of the stored weights: float32, bfloat16 or float16.
+    extra_config: further fields of config.json.
+
+  Raises:
+    UserError: a tensor is missing, has another shape or no place in the format.
+  """
+  path = Path(path)
+  if dtype not in _DTYPES:
+    raise UserError(f"dtype={dtype!r} is not supported (known: {', '.join(_DTYPES)})")
+  tensors = dict(tensors)
+  if (freqs := tensors.pop("rope_freqs", None)) is not None:
+    config = dataclasses.replace(config, rope_scaling=_scaling_of(np.asarray(freqs), config))
+  family = names.HF_NAMES[config.architecture]
+  stored = {}
+  for name, value in tensors.items():
+    try:
+      stored[names.stored_name(family, name)] = value
+    except KeyError:
+      raise UserError(f"tensor {name} has no place in a {config.architecture} folder") from None
+  found = {name: tuple(np.shape(value)) for name, value in stored.items()}
+  names.check_tensors(names.shapes(config), found, family, str(path))
+  path.mkdir(parents=True, exist_ok=True)
+  safetensors.numpy.save_file(
+      {name: np.ascontiguousarray(value, _DTYPES[dtype]) for name, value in stored.items()},
+      str(path / _SINGLE), metadata={"format": "pt"})
+  tokenizer.save(path)
+  fields = config.to_hf()
+  ids = {key: fields[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+         if fields[key] is not None}
+  _write_json(path / "generation_config.json", ids)
+  _write_json(path / "config.json", fields | {"torch_dtype": dtype} | dict(extra_config or {}))
+
+
+def llama3_divisors(scaling: RopeScaling, theta: float, head_dim: int) -> np.ndarray:
+  """Divisors of the inverse frequencies under llama3 scaling, [H/2] float32.
+
+  Source: the rotary scaling of Llama 3.1; GGUF stores this table as rope_freqs.weight.
+  """
+  inverse = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+  turns = scaling.original_max_position * inverse / (2 * np.pi)
+  low, high = scaling.low_freq_factor, scaling.high_freq_factor
+  smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+  return (1.0 / ((1.0 - smooth) / scaling.factor + smooth)).astype(np.float32)
+
+
+def _scaling_of(freqs: np.ndarray, config: DecoderConfig) -> RopeScaling:
+  # The format has no table of divisors. The tables met in practice are llama3's, whose factor is
+  # the largest divisor; anything else is refused rather than approximated.
+  guess = RopeScaling("llama3", float(np.round(freqs.max(), 3)), 1.0, 4.0, 8192)
+  table = llama3_divisors(guess, config.rope_theta, config.head_dim)
+  if config.rope_scaling is not None or not np.allclose(freqs, table, rtol=1e-3):
+    raise UserError("rope_freqs is not a llama3 table: a Hugging Face folder cannot hold it")
+  return guess
+
+
+def _find_tensors(folder: Path) -> dict[str, Path]:
+  """Stored name -> file. With an index, only the files it names are opened."""
+  if (folder / _INDEX).is_file():
+    weight_map = _read_object(folder / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+      raise UserError(f"{folder / _INDEX} has no weight_map")
+    file_of = {name: folder / shard for name, shard in weight_map.items()}
+    for path in sorted(set(file_of.values())):
+      if not path.is_file():
+        raise UserError(f"{path} does not exist, but {_INDEX} names it")
+      _open_check(path)
+    return file_of
+  path = folder / _SINGLE
+  if not path.is_file():
+    raise UserError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
+  return dict.fromkeys(_open_check(path), path)
+
+
+def _open_check(path: Path) -> list[str]:
+  try:
+    with safetensors.safe_open(path, framework="numpy") as file:
+      return list(file.keys())
+  except safetensors.SafetensorError as error:
+    raise UserError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+  try:
+    value = json.loads(path.read_text(encoding="utf-8"))
+  except OSError as error:
+    raise UserError(f"{path} cannot be read: {error.strerror}") from None
+  except ValueError as error:
+    raise UserError(f"{path} is not JSON: {error}") from None
+  if not isinstance(value, dict):
+    raise UserError(f"{path} holds a {type(value).__name__}, not an object")
+  return value
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+  path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
