@@ -6,8 +6,9 @@ import numpy as np
 
 from spec_jax.models.config import DecoderConfig
 from spec_jax.tokenizer import Tokenizer
+from spec_jax.weights import resolve
 from spec_jax.weights.gguf import GgufCheckpoint
-from spec_jax.weights.resolve import Source, resolve
+from spec_jax.weights.resolve import Source
 from spec_jax.weights.safetensors import FolderCheckpoint
 
 __all__ = ["Checkpoint", "open_checkpoint"]
@@ -45,5 +46,5 @@ def open_checkpoint(source: str) -> Checkpoint:
   Raises:
     UserError: names the path, field or tensor.
   """
-  found = resolve(source)
+  found = resolve.resolve(source)
   return GgufCheckpoint(found) if found.kind == "gguf" else FolderCheckpoint(found)

@@ -1,0 +1,162 @@
+"""GGUF reading: row order under grouped-query attention, tensor types, metadata, refusals."""
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+
+from spec_jax.errors import UserError
+from spec_jax.weights import open_checkpoint
+from spec_jax.weights.gguf import unpermute
+from spec_jax.weights.safetensors import llama3_divisors, write_folder
+from tests.weights import toy
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_rows_come_back_in_their_order(tmp_path, kind):
+  cfg = toy.config()
+  values = toy.tensors(cfg)
+  found = open_checkpoint(str(toy.write_gguf(tmp_path / "m.gguf", cfg, values, kind)))
+  assert found.config == cfg
+  assert set(found.names()) == set(values)
+  for name, value in values.items():
+    if kind != "F32" and value.ndim == 2:  # quantised by rows, so the order of rows is no matter
+      value = gguf.dequantize(gguf.quantize(value, GGMLQuantizationType.Q8_0),
+                              GGMLQuantizationType.Q8_0)
+    read = found.read(name)
+    assert read.dtype == np.float32 and read.flags.writeable
+    np.testing.assert_array_equal(read, value, err_msg=name)
+
+
+def test_unpermute_inverts_the_interleaving():
+  rows = np.arange(48.0).reshape(24, 2)
+  for heads in (1, 2, 3):
+    np.testing.assert_array_equal(unpermute(toy.interleave(rows, heads), heads), rows)
+  assert (unpermute(toy.interleave(rows, 3), 1) != rows).any()  # the head count matters
+
+
+def _q6_k(rng, rows, blocks):
+  """Random Q6_K blocks and their values, decoded element by element."""
+  data = rng.integers(0, 256, size=(rows, blocks, 210), dtype=np.uint8)
+  data[..., 208:] = np.frombuffer(np.float16(1 / 1024).tobytes(), np.uint8)
+  values = np.zeros((rows, blocks, 256), np.float32)
+  for block, out in zip(data.reshape(-1, 210), values.reshape(-1, 256), strict=True):
+    scale = block[192:208].view(np.int8).astype(int)
+    for half in range(2):
+      low = block[half * 64:half * 64 + 64].astype(int)
+      high = block[128 + half * 32:128 + half * 32 + 32].astype(int)
+      for i in range(32):
+        six = (low[i] & 15 | (high[i] & 3) << 4, low[i + 32] & 15 | (high[i] >> 2 & 3) << 4,
+               low[i] >> 4 | (high[i] >> 4 & 3) << 4, low[i + 32] >> 4 | (high[i] >> 6 & 3) << 4)
+        for quarter, q in enumerate(six):
+          out[half * 128 + quarter * 32 + i] = (
+              scale[half * 8 + quarter * 2 + i // 16] * (q - 32) / 1024)
+  return data.reshape(rows, -1), values.reshape(rows, -1)
+
+
+def test_mixed_types(tmp_path):
+  cfg = toy.config(num_layers=1, intermediate_size=256)
+  values = toy.tensors(cfg)
+  q6_data, q6_values = _q6_k(np.random.default_rng(1), cfg.hidden_size, 1)
+  kinds = {"embed": "F16", "layers.0.wq": "BF16", "layers.0.wv": "Q4_0", "layers.0.w_up": "Q8_0"}
+  path = toy.write_gguf(tmp_path / "m.gguf", cfg, values, kinds,
+                        raw={"layers.0.w_down": (q6_data, GGMLQuantizationType.Q6_K)})
+  found = open_checkpoint(str(path))
+  np.testing.assert_allclose(found.read("layers.0.w_down"), q6_values, rtol=1e-6)
+  for name, relative in (("embed", 2**-11), ("layers.0.wq", 2**-8), ("layers.0.wo", 0)):
+    np.testing.assert_allclose(found.read(name), values[name], rtol=relative, atol=1e-6)
+  for name, steps in (("layers.0.w_up", 127), ("layers.0.wv", 7)):
+    blocks = values[name].reshape(values[name].shape[0], -1, 32)
+    bound = np.abs(blocks).max(-1, keepdims=True) / steps * 1.01
+    assert (np.abs(found.read(name).reshape(blocks.shape) - blocks) <= bound).all(), name
+
+
+def test_a_type_nobody_knows_names_the_tensor(tmp_path):
+  cfg = toy.config()
+  path = toy.write_gguf(tmp_path / "m.gguf", cfg, toy.tensors(cfg))
+  reader = gguf.GGUFReader(path, "r+")
+  tensor = next(t for t in reader.tensors if t.name == "blk.1.ffn_up.weight")
+  tensor.field.parts[4][:] = 9999
+  reader.data.flush()
+  with pytest.raises(UserError, match=r"blk\.1\.ffn_up\.weight has the unknown type 9999"):
+    open_checkpoint(str(path))
+
+
+def test_a_type_without_a_decoder_names_the_tensor(tmp_path):
+  cfg = toy.config()
+  integers = np.zeros((cfg.hidden_size, cfg.num_heads * cfg.head_dim), np.int32)
+  path = toy.write_gguf(tmp_path / "m.gguf", cfg, toy.tensors(cfg),
+                        raw={"layers.0.wo": (integers, GGMLQuantizationType.I32)})
+  with pytest.raises(UserError, match=r"blk\.0\.attn_output\.weight has type I32"):
+    open_checkpoint(str(path))
+
+
+def test_no_output_means_tied(tmp_path):
+  cfg = toy.config()
+  values = toy.tensors(cfg)
+  del values["head"]
+  found = open_checkpoint(str(toy.write_gguf(tmp_path / "m.gguf", cfg, values)))
+  assert found.config.tie_embeddings and "head" not in found.names()
+
+
+def test_rope_freqs_are_read_and_exported(tmp_path):
+  cfg = toy.config(rope_theta=500000.0, head_dim=64, num_heads=2, num_kv_heads=1, num_layers=1)
+  scaled = toy.config().__class__.from_hf(cfg.to_hf() | {"rope_scaling": {
+      "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+      "original_max_position_embeddings": 8192}}).rope_scaling
+  table = llama3_divisors(scaled, cfg.rope_theta, cfg.head_dim)
+  assert table[0] == 1 and np.isclose(table[-1], 32) and len(set(table.tolist())) > 3
+  path = toy.write_gguf(tmp_path / "m.gguf", cfg, toy.tensors(cfg),
+                        extra={"rope_freqs.weight": table})
+  found = open_checkpoint(str(path))
+  np.testing.assert_array_equal(found.read("rope_freqs"), table)
+  write_folder(tmp_path / "out", found.config, {n: found.read(n) for n in found.names()},
+               found.tokenizer())
+  assert open_checkpoint(str(tmp_path / "out")).config.rope_scaling == scaled
+  broken = {n: found.read(n) for n in found.names()}
+  broken["rope_freqs"] = broken["rope_freqs"] * 1.1
+  with pytest.raises(UserError, match="rope_freqs"):
+    write_folder(tmp_path / "out2", found.config, broken, found.tokenizer())
+
+
+def test_padding_tokens_do_not_exist(tmp_path):
+  cfg = toy.config(vocab_size=len(toy.vocabulary()) + 6)
+  tokens = toy.vocabulary() + [f"[PAD{i}]" for i in range(6)]
+  types = [3] * 3 + [1] * (len(toy.vocabulary()) - 3) + [5] * 6
+  path = toy.write_gguf(tmp_path / "m.gguf", cfg, toy.tensors(cfg), tokens=tokens,
+                        token_types=types)
+  found = open_checkpoint(str(path))
+  assert found.config.vocab_size == len(tokens)
+  assert found.config.vocab_real == len(toy.vocabulary()) == found.tokenizer().vocab_size
+
+
+def test_what_is_not_supported_is_named(tmp_path):
+  cfg = toy.config()
+  values = toy.tensors(cfg)
+
+  def refuse(match, **changes):
+    path = toy.write_gguf(tmp_path / "m.gguf", cfg, changes.pop("values", values), **changes)
+    with pytest.raises(UserError, match=match):
+      open_checkpoint(str(path))
+
+  refuse("general.architecture='mamba'", arch="mamba")
+  refuse("tokenizer.ggml.pre='tekken'", pre="tekken")
+  refuse(r"blk\.0\.attn_q\.bias is not supported",
+         extra={"blk.0.attn_q.bias": np.zeros(64, np.float32)})
+  refuse(r"no tensor blk\.1\.attn_v\.weight",
+         values={n: v for n, v in values.items() if n != "layers.1.wv"})
+  refuse(r"output_norm\.weight has shape \[63\].* says \[64\]",
+         values=values | {"final_norm": values["final_norm"][:63]})
+
+
+def test_not_a_gguf_file(tmp_path):
+  path = tmp_path / "m.gguf"
+  for content in (b"", b"not a model at all", b"GGUF\x03\0\0\0"):
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="m.gguf is not a readable GGUF file"):
+      open_checkpoint(str(path))
+  cfg = toy.config()
+  toy.write_gguf(path, cfg, toy.tensors(cfg))
+  path.write_bytes(path.read_bytes()[:-40_000])  # a download that stopped
+  with pytest.raises(UserError, match="m.gguf is not a readable GGUF file"):
+    open_checkpoint(str(path))
