@@ -1,0 +1,366 @@
+"""The acceptance report: built from raw round records, checked, written, and rebuilt without
+decoding again.
+
+`train_drafter.evaluate` hands its records and measurements to `save_evaluation` and `build_report`;
+`report_from_folder` makes the same report from what was saved. The metrics are those of
+`spec_jax.records`; the tables are made by `train_drafter.report_text`.
+
+Raw material, all plain Python:
+
+- records: {drafter: {(temperature, rule): [row]}}, row = {"id", "category", "records": RowRecords,
+  "tokens": list of int}, the same prompts under every key. On disk `records.jsonl`, one row a line.
+- measurements, the other arguments of `build_report`; on disk `evaluation.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from spec_jax import records as metrics
+from spec_jax.errors import UserError
+from spec_jax.records import RowRecords
+from train_drafter.report_schema import (
+  DEFINITIONS,
+  SCHEMA_VERSION,
+  validate_report,
+  validate_speed,
+)
+from train_drafter.report_text import markdown, print_report, setting_label, tau_text
+from train_drafter.templates import CATEGORIES
+
+__all__ = ["build_report", "load_records", "print_report", "report_from_folder",
+           "save_evaluation", "save_records", "validate_report", "write_report"]
+
+RECORDS_FILE = "records.jsonl"
+MEASUREMENTS_FILE = "evaluation.json"
+
+Setting = tuple[float, str]
+Records = Mapping[str, Mapping[Setting, Sequence[dict]]]
+
+# What a training estimate may predict, and where real decoding's value and interval stand.
+ESTIMATES = {
+    "tau": lambda group: (group["tau"], group["tau_ci"]),
+    "acceptance_rate": lambda group: (group["acceptance_rate"], group["acceptance_rate_ci"]),
+    "first_position": lambda group: (group["survival"][0], group["survival_ci"][0]),
+}
+
+
+def _group(rows: Sequence[dict], draft_len: int, seed: int) -> dict:
+  """Every figure of one set of prompts; see `spec_jax.records.summarize` for the first ones."""
+  group = metrics.summarize([r["records"] for r in rows], draft_len, seed)
+  early = []
+  for row in rows:
+    try:
+      early.append(metrics.before_first_loop(row["records"], row["tokens"]))
+    except ValueError as error:
+      raise UserError(f"report: prompt {row['id']!r}: {error}") from None
+  group["looped_token_share"] = metrics.to_plain(
+      metrics.looped_share([r["tokens"] for r in rows]))
+  group["tau_before_first_loop"] = metrics.to_plain(metrics.tau(early))
+  group["tau_before_first_loop_ci"] = metrics.to_plain(metrics.tau_ci(early, seed=seed))
+  return group
+
+
+def _settings(drafter: str, by_setting: Mapping[Setting, Sequence[dict]], draft_len: int,
+              seed: int) -> list[dict]:
+  """The report's entry for each (temperature, rule), coldest first."""
+  entries = []
+  for (temperature, rule), rows in sorted(by_setting.items()):
+    if not rows:
+      raise UserError(f"report: no prompts for {drafter} at T={temperature:g}, {rule}")
+    ids = [r["id"] for r in rows]
+    if len(set(ids)) < len(ids):
+      twice = next(i for i in ids if ids.count(i) > 1)
+      raise UserError(f"report: prompt {twice!r} stands twice under {drafter} at "
+                      f"T={temperature:g}, {rule}")
+    found = list(dict.fromkeys(r["category"] for r in rows))
+    order = [c for c in CATEGORIES if c in found] + [c for c in found if c not in CATEGORIES]
+    entries.append({
+        "temperature": float(temperature),
+        "rule": rule,
+        "all": _group(rows, draft_len, seed),
+        "categories": {name: _group([r for r in rows if r["category"] == name], draft_len, seed)
+                       for name in order},
+    })
+  return entries
+
+
+def _find(settings: Sequence[dict], temperature: float, rule: str | None = None) -> dict | None:
+  """The first entry at that temperature (and rule, if given)."""
+  for entry in settings:
+    if entry["temperature"] == temperature and rule in (None, entry["rule"]):
+      return entry
+  return None
+
+
+def _speed_rows(rows: Sequence[dict], settings: Mapping[str, Sequence[dict]]) -> list[dict]:
+  """Adds temperature (0 unless given), tau and the predicted speed-up where they can be known."""
+  out = []
+  for given in rows:
+    row = {"temperature": 0.0, **given}
+    if row.get("tau") is None:
+      entry = _find(settings.get(row.get("drafter"), ()), row["temperature"])
+      row["tau"] = entry["all"]["tau"] if entry else None
+    cost = [row.get("draft_cost"), row.get("verify_cost")]
+    known = row["tau"] is not None and None not in cost and sum(cost) > 0
+    row["predicted_speedup"] = row["tau"] / sum(cost) if known else None
+    out.append({name: metrics.to_plain(value) for name, value in row.items()})
+  validate_speed(out)
+  return out
+
+
+def _headline(speed: Sequence[dict]) -> dict | None:
+  """The fastest drafter at the lowest temperature against the fastest plain decoding.
+
+  Within one dtype the ratio is the paired one; across dtypes it is that of the medians, which has
+  no interval.
+  """
+  if not speed:
+    return None
+  coldest = min(row["temperature"] for row in speed)
+  rows = [row for row in speed if row["temperature"] == coldest]
+  best = max(rows, key=lambda row: row["speculative_tokens_per_s"])
+  plain = max(rows, key=lambda row: row["plain_tokens_per_s"])
+  paired = plain["dtype"] == best["dtype"]
+  plain_rate = (best if paired else plain)["plain_tokens_per_s"]
+  return {
+      "drafter": best["drafter"],
+      "dtype": best["dtype"],
+      "temperature": coldest,
+      "speculative_tokens_per_s": best["speculative_tokens_per_s"],
+      "plain_dtype": plain["dtype"],
+      "plain_tokens_per_s": plain_rate,
+      "speedup": best["speedup"] if paired else best["speculative_tokens_per_s"] / plain_rate,
+      "speedup_ci": best["speedup_ci"] if paired else [None, None],
+  }
+
+
+def _check_estimates(estimates: Sequence[dict], settings: Sequence[dict],
+                     warnings: list[str]) -> list[dict]:
+  """Puts real decoding beside each training estimate and warns where they disagree."""
+  out = []
+  for given in estimates:
+    if "temperature" not in given:
+      raise UserError("report: training_estimate.temperature is missing")
+    entry = _find(settings, given["temperature"], given.get("rule"))
+    row = {**given, "checks": {}}
+    out.append(row)
+    if entry is None:
+      warnings.append(f"the training estimate is for T={given['temperature']:g}, where nothing "
+                      "was decoded: it stands unchecked")
+      continue
+    for name, look in ESTIMATES.items():
+      if given.get(name) is None:
+        continue
+      measured, interval = look(entry["all"])
+      agrees = None
+      if interval[0] is not None:
+        agrees = interval[0] <= given[name] <= interval[1]
+      row["checks"][name] = {"estimate": given[name], "measured": measured,
+                             "interval": interval, "agrees": agrees}
+      where = f"at {setting_label(entry, settings)}"
+      if agrees is None:
+        warnings.append(f"the training estimate of {name} {where} cannot be checked: too few "
+                        "prompts for an interval")
+      elif not agrees:
+        warnings.append(
+            f"the training estimate of {name} {where} is {given[name]:.3f}, real decoding gave "
+            f"{measured:.3f} ({interval[0]:.3f} to {interval[1]:.3f}): trust the latter")
+  return out
+
+
+def _acceptance_warnings(drafter: str, settings: Sequence[dict],
+                         controls: Mapping[str, dict]) -> list[str]:
+  """What a reader must know before quoting a tau of this report."""
+  out = []
+  for entry in settings:
+    where, group = setting_label(entry, settings), entry["all"]
+    untrained = _find(controls.get("untrained", {}).get("settings", ()), entry["temperature"],
+                      entry["rule"])
+    if untrained:
+      low, high = group["tau_ci"][0], untrained["all"]["tau_ci"][1]
+      ours, floor = (low, high) if None not in (low, high) else (group["tau"],
+                                                                 untrained["all"]["tau"])
+      if ours is not None and floor is not None and ours <= floor:
+        out.append(f"at {where} {drafter} is at the floor: tau {tau_text(group)} against "
+                   f"{tau_text(untrained['all'])} of its untrained self")
+      behind = [name for name, own in entry["categories"].items()
+                if name in untrained["categories"] and own["tau"] is not None
+                and own["tau"] <= (untrained["categories"][name]["tau"] or 0)]
+      if behind:
+        out.append(f"at {where} {drafter} is not above its untrained self in: "
+                   + ", ".join(behind))
+    early, low = group["tau_before_first_loop"], group["tau_ci"][0]
+    if early is not None and low is not None and early < low:
+      out.append(f"at {where} looped output carries part of the number: tau {group['tau']:.2f}, "
+                 f"before the first loop {early:.2f} "
+                 f"({100 * group['looped_token_share']:.0f} % of the tokens are looped)")
+  return out
+
+
+def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: int,
+                 records: Records, speed: Sequence[dict] = (), identity: Sequence[dict] = (),
+                 provenance: dict | None = None,
+                 training_estimate: dict | Sequence[dict] | None = None, seed: int = 0) -> dict:
+  """Turns raw records and measurements into the report.
+
+  Args:
+    target: name of the target.
+    drafter: the trained drafter's key in `records`; every other key is a control.
+    draft_len: K.
+    max_new_tokens: the cap of every answer.
+    records: see the module's docstring.
+    speed: rows with dtype, drafter, plain_tokens_per_s, speculative_tokens_per_s, speedup,
+      speedup_ci, draft_cost, verify_cost and optionally temperature, tau and anything else.
+    identity: rows with dtype, drafter, prompts, identical_same_shape, identical_width_1 (shares).
+    provenance: versions, dates, hashes; any JSON.
+    training_estimate: what training promised: temperature, optionally rule, and any of tau,
+      acceptance_rate and first_position (probability that the first draft is accepted); or a list.
+    seed: of every bootstrap.
+
+  Returns:
+    The report, valid for `validate_report`.
+
+  Raises:
+    UserError: the drafter has no records, a setting has no prompts or one twice, or the result
+      lacks a key.
+  """
+  if drafter not in records:
+    raise UserError(f"report: no records of the drafter {drafter!r}, only of {sorted(records)}")
+  by_drafter = {name: _settings(name, by_setting, draft_len, seed)
+                for name, by_setting in records.items()}
+  settings = by_drafter[drafter]
+  controls = {name: {"settings": by_drafter[name]} for name in by_drafter if name != drafter}
+  warnings = _acceptance_warnings(drafter, settings, controls)
+  for name in controls:
+    for key, rows in records[name].items():
+      ours = records[drafter].get(key)
+      if ours is not None and {r["id"] for r in ours} != {r["id"] for r in rows}:
+        warnings.append(f"{name} was decoded on other prompts than {drafter} at T={key[0]:g}: "
+                        "their figures cannot be compared")
+  if training_estimate is None:
+    estimates = []
+  else:
+    estimates = [training_estimate] if isinstance(training_estimate, dict) else training_estimate
+  estimates = _check_estimates(estimates, settings, warnings)
+  for row in identity:
+    same = row.get("identical_same_shape")
+    if row.get("dtype") == "float32" and same is not None and same < 1:
+      warnings.append(f"float32 outputs with {row.get('drafter')} differ from same-shape plain "
+                      f"decoding on {100 * (1 - same):.1f} % of the prompts")
+  speed_rows = _speed_rows(speed, by_drafter)
+  coldest = settings[0]["all"]
+  report = {
+      "schema_version": SCHEMA_VERSION,
+      "target": target,
+      "drafter": drafter,
+      "draft_len": draft_len,
+      "max_new_tokens": max_new_tokens,
+      "settings": settings,
+      "controls": controls,
+      "speed": speed_rows,
+      "identity": [{k: metrics.to_plain(v) for k, v in row.items()} for row in identity],
+      # Of the coldest setting, where loops are worst; every setting has its own as well.
+      "looped_token_share": coldest["looped_token_share"],
+      "tau_before_first_loop": coldest["tau_before_first_loop"],
+      "training_estimate": estimates,
+      "warnings": warnings,
+      "headline": _headline(speed_rows),
+      "definitions": DEFINITIONS,
+      "provenance": provenance or {},
+  }
+  validate_report(report)
+  return report
+
+
+def _write(path: Path, text: str) -> None:
+  """Whole or not at all: a killed run leaves the old file."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  partial = path.with_name(path.name + ".partial")
+  partial.write_text(text, encoding="utf-8")
+  os.replace(partial, path)
+
+
+def write_report(report: dict, folder: str | Path) -> Path:
+  """Writes report.json and report.md; returns the path of the former.
+
+  Raises:
+    UserError: the report lacks a key (nothing is written then).
+  """
+  validate_report(report)
+  path = Path(folder) / "report.json"
+  _write(path, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+  _write(path.with_name("report.md"), markdown(report))
+  return path
+
+
+def save_records(path: str | Path, records: Records) -> Path:
+  """Writes every row of `records`, one JSON line each; returns the path."""
+  lines = []
+  for drafter, by_setting in records.items():
+    for (temperature, rule), rows in by_setting.items():
+      for row in rows:
+        r = row["records"]
+        lines.append(json.dumps({
+            "drafter": drafter, "temperature": float(temperature), "rule": rule,
+            "id": row["id"], "category": row["category"], "reason": r.reason,
+            "proposed": r.proposed.tolist(), "accepted": r.accepted.tolist(),
+            "emitted": r.emitted.tolist(), "tokens": [int(t) for t in row["tokens"]],
+        }, separators=(",", ":")))
+  _write(Path(path), "".join(line + "\n" for line in lines))
+  return Path(path)
+
+
+def load_records(path: str | Path) -> dict[str, dict[Setting, list[dict]]]:
+  """Reads what `save_records` wrote.
+
+  Raises:
+    UserError: the file is missing or empty, or names the line that is broken.
+  """
+  path = Path(path)
+  if not path.is_file():
+    raise UserError(f"{path}: no such file")
+  out: dict[str, dict[Setting, list[dict]]] = {}
+  for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+      raw = json.loads(line)
+      row = {"id": raw["id"], "category": raw["category"], "tokens": raw["tokens"],
+             "records": RowRecords(raw["proposed"], raw["accepted"], raw["emitted"],
+                                   raw["reason"])}
+      key = (float(raw["temperature"]), raw["rule"])
+      out.setdefault(raw["drafter"], {}).setdefault(key, []).append(row)
+    except KeyError as error:
+      raise UserError(f"{path}:{number}: {error.args[0]} is missing") from None
+    except (TypeError, ValueError) as error:
+      raise UserError(f"{path}:{number}: {error}") from None
+  if not out:
+    raise UserError(f"{path}: holds no records")
+  return out
+
+
+def save_evaluation(folder: str | Path, *, records: Records, **measurements) -> None:
+  """Saves the raw material of a report: the arguments of `build_report`, records apart."""
+  folder = Path(folder)
+  save_records(folder / RECORDS_FILE, records)
+  _write(folder / MEASUREMENTS_FILE,
+         json.dumps(measurements, indent=1, default=metrics.to_plain, allow_nan=False) + "\n")
+
+
+def report_from_folder(folder: str | Path) -> dict:
+  """Rebuilds the report from a folder of `save_evaluation`, without decoding.
+
+  Raises:
+    UserError: a file is missing or broken.
+  """
+  folder = Path(folder)
+  path = folder / MEASUREMENTS_FILE
+  if not path.is_file():
+    raise UserError(f"{path}: no such file")
+  try:
+    measurements = json.loads(path.read_text(encoding="utf-8"))
+    return build_report(records=load_records(folder / RECORDS_FILE), **measurements)
+  except (TypeError, ValueError) as error:
+    raise UserError(f"{path}: {error}") from None

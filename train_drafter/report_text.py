@@ -1,0 +1,239 @@
+"""The acceptance report for people: tables for the terminal (80 columns and more) and report.md.
+
+The tables are plain rows of strings, made once and rendered twice. Called by
+`train_drafter.report`; reads nothing but the report's own dict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from rich.box import Box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+NONE = "–"
+
+# A rule under the header and a blank between columns: 80 columns hold the widest table.
+_BOX = Box("    \n    \n ── \n    \n    \n    \n    \n    \n")
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+  """Strings of one table; a header may hold a line break."""
+
+  title: str
+  header: Sequence[str]
+  rows: Sequence[Sequence[str]]
+  note: str = ""
+  text_columns: int = 1  # the first so many are text and stand left
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+  return NONE if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None, digits: int = 0) -> str:
+  return NONE if value is None else f"{100 * value:.{digits}f}"
+
+
+def _with_interval(value: float | None, interval: Sequence[float | None]) -> str:
+  """1.52 (1.41–1.63); the value alone where there is no interval."""
+  if value is None or interval[0] is None:
+    return _number(value)
+  return f"{value:.2f} ({interval[0]:.2f}–{interval[1]:.2f})"
+
+
+def tau_text(group: dict) -> str:
+  """Pooled tau of a group with its interval."""
+  return _with_interval(group["tau"], group["tau_ci"])
+
+
+def setting_label(entry: dict, settings: Sequence[dict]) -> str:
+  """T=0, with the rule where several share a temperature."""
+  label = f"T={entry['temperature']:g}"
+  alone = sum(e["temperature"] == entry["temperature"] for e in settings) == 1
+  return label if alone else f"{label} {entry['rule']}"
+
+
+def _of_control(report: dict, name: str, entry: dict) -> dict | None:
+  """The control's entry for the same temperature and rule."""
+  for other in report["controls"][name]["settings"]:
+    if (other["temperature"], other["rule"]) == (entry["temperature"], entry["rule"]):
+      return other
+  return None
+
+
+def _category_table(report: dict) -> Table:
+  settings = report["settings"]
+  labels = [setting_label(e, settings) for e in settings]
+  # Figures of several settings share a cell, in the order of the tau columns.
+  header = ["category", *[f"τ {label}\n(95 %)" for label in labels], "acc.\n%", "loops\n%",
+            *[f"{name}\nτ" for name in report["controls"]]]
+
+  def group_of(entry, category):
+    return entry["all"] if category == "all" else entry["categories"].get(category)
+
+  def joined(groups, figure):
+    return "/".join(figure(g) if g else NONE for g in groups)
+
+  names = list(dict.fromkeys(name for e in settings for name in e["categories"]))
+  rows = []
+  for category in [*names, "all"]:
+    groups = [group_of(e, category) for e in settings]
+    controls = []
+    for name in report["controls"]:
+      entries = [_of_control(report, name, e) for e in settings]
+      controls.append(joined([group_of(e, category) if e else None for e in entries],
+                             lambda g: _number(g["tau"])))
+    rows.append([category, *[tau_text(g) if g else NONE for g in groups],
+                 joined(groups, lambda g: _percent(g["acceptance_rate"])),
+                 joined(groups, lambda g: _percent(g["looped_token_share"])), *controls])
+  sizes = [g["prompts"] for g in settings[0]["categories"].values()]
+  each = f"{min(sizes)}" if min(sizes) == max(sizes) else f"{min(sizes)}–{max(sizes)}"
+  note = f"{each} prompts per category; acc.: drafts accepted; loops: looped tokens"
+  if len(labels) > 1:
+    note += f"\na/b: {' / '.join(labels)}"
+  return Table("τ (tokens per verification pass) by category", header, rows, note)
+
+
+def _every_setting(report: dict):
+  """(drafter, label, all-group) of the trained drafter and of the controls."""
+  lists = {report["drafter"]: report["settings"]}
+  lists.update({name: c["settings"] for name, c in report["controls"].items()})
+  for name, settings in lists.items():
+    for entry in settings:
+      yield name, setting_label(entry, settings), entry["all"]
+
+
+def _overall_table(report: dict) -> Table:
+  header = ["drafter", "T", "rounds", "cut", "τ pooled\n(95 %)", "τ mean\n(95 %)", "acc.\n%",
+            "loops\n%", "τ before\nloops"]
+  rows = [[name, label.removeprefix("T="), str(g["rounds"]), str(g["cut_rounds"]), tau_text(g),
+           _with_interval(g["tau_mean"], g["tau_mean_ci"]), _percent(g["acceptance_rate"], 1),
+           _percent(g["looped_token_share"], 1), _number(g["tau_before_first_loop"])]
+          for name, label, g in _every_setting(report)]
+  return Table("All prompts", header, rows,
+               "τ pooled weighs rounds, τ mean weighs prompts", text_columns=2)
+
+
+def _position_table(report: dict) -> Table:
+  header = ["drafter", "T", "% of rounds", *[str(k + 1) for k in range(report["draft_len"])]]
+  rows = []
+  for name, label, group in _every_setting(report):
+    for kind in ("survival", "conditional"):
+      first = kind == "survival"
+      rows.append([name if first else "", label.removeprefix("T=") if first else "", kind,
+                   *[_percent(v, 0) for v in group[kind]]])
+  return Table("Acceptance by position in the block", header, rows, text_columns=3)
+
+
+def _speed_table(report: dict) -> Table:
+  header = ["dtype", "drafter", "T", "plain\ntok/s", "spec.\ntok/s", "speed-up\n(95 %)",
+            "pre-\ndicted", "draft\ncost", "verify\ncost"]
+  rows = [[r["dtype"], r["drafter"], f"{r['temperature']:g}",
+           _number(r["plain_tokens_per_s"], 1), _number(r["speculative_tokens_per_s"], 1),
+           _with_interval(r["speedup"], r["speedup_ci"]), _number(r["predicted_speedup"]),
+           _number(r["draft_cost"]), _number(r["verify_cost"])] for r in report["speed"]]
+  return Table("Speed", header, rows, "costs in plain steps of the target", text_columns=2)
+
+
+def _tables(report: dict) -> list[Table]:
+  tables = [_category_table(report), _overall_table(report), _position_table(report)]
+  return tables + ([_speed_table(report)] if report["speed"] else [])
+
+
+def title(report: dict) -> str:
+  return (f"{report['drafter']} for {report['target']}: K = {report['draft_len']}, "
+          f"{report['settings'][0]['all']['prompts']} prompts, "
+          f"up to {report['max_new_tokens']} new tokens")
+
+
+def headline_text(report: dict) -> str:
+  """One sentence on speed: which drafter, in which dtype, against which plain decoding."""
+  line = report["headline"]
+  if line is None:
+    return "Speed was not measured."
+  plain = f"plain decoding ({line['plain_dtype']}, {line['plain_tokens_per_s']:.1f} tokens/s)"
+  ratio = f"{_with_interval(line['speedup'], line['speedup_ci'])} times"
+  what = f"{line['drafter']} in {line['dtype']}, T={line['temperature']:g}"
+  if line["speedup"] < 1:
+    return (f"No drafter is faster than {plain}; the best is {what}: "
+            f"{line['speculative_tokens_per_s']:.1f} tokens/s, {ratio} that.")
+  return (f"Fastest: {what}: {line['speculative_tokens_per_s']:.1f} tokens/s, {ratio} the fastest "
+          f"{plain}.")
+
+
+def identity_lines(report: dict) -> list[str]:
+  """One line per identity row."""
+  def share(value):
+    return "not measured" if value is None else f"{100 * value:.1f} %"
+  return [f"{r['dtype']}, {r['drafter']}, {r['prompts']} prompts: identical to same-shape plain "
+          f"{share(r['identical_same_shape'])}, to one-token plain "
+          f"{share(r['identical_width_1'])}" for r in report["identity"]]
+
+
+def estimate_lines(report: dict) -> list[str]:
+  """Training's promises beside what decoding gave."""
+  lines = []
+  for row in report["training_estimate"]:
+    for name, check in row["checks"].items():
+      lines.append(f"{name} at T={row['temperature']:g}: training estimated "
+                   f"{check['estimate']:.3f}, decoding gave {_number(check['measured'], 3)}")
+  return lines
+
+
+def print_report(report: dict, console: Console | None = None) -> None:
+  """Prints the report; 80 columns are enough for up to two temperatures and eight drafts."""
+  console = console or Console()
+  console.print(Text(title(report), style="bold"))
+  for table in _tables(report):
+    grid = RichTable(box=_BOX, padding=(0, int(console.width >= 100), 0, 0), show_edge=False,
+                     pad_edge=False)
+    for i, name in enumerate(table.header):
+      grid.add_column(Text(name), justify="left" if i < table.text_columns else "right",
+                      vertical="bottom")
+    for row in table.rows:
+      grid.add_row(*[Text(cell) for cell in row], style="bold" if row[0] == "all" else None)
+    console.print(Text(f"\n{table.title}", style="bold"))
+    console.print(grid)
+    if table.note:
+      console.print(Text(table.note, style="dim"))
+  console.print()
+  console.print(Text(headline_text(report), style="bold green"))
+  for heading, lines in (("Identity", identity_lines(report)),
+                         ("Training estimate", estimate_lines(report))):
+    if lines:
+      console.print(Text(f"\n{heading}", style="bold"))
+      for line in lines:
+        console.print(Text(line))
+  if report["warnings"]:
+    console.print()
+    for line in report["warnings"]:
+      console.print(Text(f"Warning: {line}", style="yellow"))
+  console.print(Text("\nDefinitions", style="bold"))
+  for name, meaning in report["definitions"].items():
+    console.print(Text(f"{name}: {meaning}", style="dim"))
+
+
+def markdown(report: dict) -> str:
+  """The same tables and lines as a Markdown page."""
+  def cells(row):
+    return "| " + " | ".join(c.replace("\n", " ").replace("|", "\\|") for c in row) + " |"
+
+  out = [f"# {title(report)}", "", f"**{headline_text(report)}**", ""]
+  out += [f"> Warning: {line}\n" for line in report["warnings"]]
+  for table in _tables(report):
+    marks = ["---" if i < table.text_columns else "---:" for i in range(len(table.header))]
+    out += [f"## {table.title}", "", cells(table.header), cells(marks)]
+    out += [cells(row) for row in table.rows]
+    out += ["", table.note.replace("\n", "; "), ""] if table.note else [""]
+  for heading, lines in (("Identity", identity_lines(report)),
+                         ("Training estimate", estimate_lines(report))):
+    if lines:
+      out += [f"## {heading}", "", *[f"- {line}" for line in lines], ""]
+  out += ["## Definitions", ""]
+  out += [f"- `{name}`: {meaning}" for name, meaning in report["definitions"].items()]
+  return "\n".join(out) + "\n"
