@@ -1,6 +1,6 @@
 """Checkpoints in foreign formats, behind one interface. Called by `load_target` and the exports."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from spec_jax.weights.safetensors import FolderCheckpoint
 __all__ = ["Checkpoint", "open_checkpoint"]
 
 
+@runtime_checkable
 class Checkpoint(Protocol):
   """Weights on disk, read one tensor at a time under canonical names (see `names.py`).
 

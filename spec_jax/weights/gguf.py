@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType
 
 from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig, RopeScaling
+from spec_jax.models.decoder import tensor_shapes
 from spec_jax.tokenizer import Tokenizer
 from spec_jax.weights import names
 from spec_jax.weights.resolve import Source, files_sha256
@@ -57,7 +58,7 @@ class GgufCheckpoint:
     self._tokenizer: Tokenizer | None = None
     self.config = self._read_config()
     self._names = names.GGUF_NAMES[self.config.architecture]
-    needed = names.shapes(self.config)
+    needed = tensor_shapes(self.config)
     if self._names["rope_freqs"] in self._tensors:
       needed["rope_freqs"] = (self.config.head_dim // 2,)
     found = {name: tuple(int(n) for n in reversed(tensor.shape))

@@ -1,4 +1,4 @@
-"""Tensor names per family: canonical <-> Hugging Face, canonical <-> GGUF, and their shapes.
+"""Tensor names per family: canonical <-> Hugging Face, canonical <-> GGUF, and their check.
 
 Canonical names are those of the decoder; every matrix is [out, in]. Read by both loaders and the
 exports, so that a family is described in one place.
@@ -7,7 +7,6 @@ exports, so that a family is described in one place.
 from collections.abc import Mapping
 
 from spec_jax.errors import UserError
-from spec_jax.models.config import DecoderConfig
 
 _LLAMA_HF = {
     "embed": "model.embed_tokens.weight",
@@ -46,29 +45,6 @@ GGUF_NAMES = {"llama": _LLAMA_GGUF}
 
 # Buffers that old exports stored and that follow from the config.
 IGNORED_HF_SUFFIXES = ("rotary_emb.inv_freq",)
-
-
-def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-  """Canonical name -> shape of every tensor a decoder of this config needs."""
-  d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
-  n, g, v = config.num_heads, config.num_kv_heads, config.vocab_size
-  needed: dict[str, tuple[int, ...]] = {"embed": (v, d)}
-  for i in range(config.num_layers):
-    needed |= {
-        f"layers.{i}.attn_norm": (d,),
-        f"layers.{i}.wq": (n * h, d),
-        f"layers.{i}.wk": (g * h, d),
-        f"layers.{i}.wv": (g * h, d),
-        f"layers.{i}.wo": (d, n * h),
-        f"layers.{i}.mlp_norm": (d,),
-        f"layers.{i}.w_gate": (f, d),
-        f"layers.{i}.w_up": (f, d),
-        f"layers.{i}.w_down": (d, f),
-    }
-  needed["final_norm"] = (d,)
-  if not config.tie_embeddings:
-    needed["head"] = (v, d)
-  return needed
 
 
 def stored_name(names: Mapping[str, str], canonical: str) -> str:

@@ -17,6 +17,7 @@ import safetensors.numpy
 
 from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig, RopeScaling
+from spec_jax.models.decoder import rope_inverse_frequencies, tensor_shapes
 from spec_jax.tokenizer import Tokenizer
 from spec_jax.weights import names
 from spec_jax.weights.resolve import Source, files_sha256
@@ -55,7 +56,7 @@ class FolderCheckpoint:
         vocab_real=self._tokenizer.vocab_size,
     )
     self._names = names.HF_NAMES[config.architecture]
-    needed = names.shapes(self.config)
+    needed = tensor_shapes(self.config)
     found = self._shapes()
     head = self._names["head"]
     if config.tie_embeddings and head in found:
@@ -150,7 +151,7 @@ def write_folder(
     except KeyError:
       raise UserError(f"tensor {name} has no place in a {config.architecture} folder") from None
   found = {name: tuple(np.shape(value)) for name, value in stored.items()}
-  names.check_tensors(names.shapes(config), found, family, str(path))
+  names.check_tensors(tensor_shapes(config), found, family, str(path))
   path.mkdir(parents=True, exist_ok=True)
   safetensors.numpy.save_file(
       {name: np.ascontiguousarray(value, _DTYPES[dtype]) for name, value in stored.items()},
@@ -163,26 +164,23 @@ def write_folder(
   _write_json(path / "config.json", fields | {"torch_dtype": dtype} | dict(extra_config or {}))
 
 
-def llama3_divisors(scaling: RopeScaling, theta: float, head_dim: int) -> np.ndarray:
-  """Divisors of the inverse frequencies under llama3 scaling, [H/2] float32.
-
-  Source: the rotary scaling of Llama 3.1; GGUF stores this table as rope_freqs.weight.
-  """
-  inverse = theta ** -(np.arange(0, head_dim, 2) / head_dim)
-  turns = scaling.original_max_position * inverse / (2 * np.pi)
-  low, high = scaling.low_freq_factor, scaling.high_freq_factor
-  smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
-  return (1.0 / ((1.0 - smooth) / scaling.factor + smooth)).astype(np.float32)
-
-
 def _scaling_of(freqs: np.ndarray, config: DecoderConfig) -> RopeScaling:
   # The format has no table of divisors. The tables met in practice are llama3's, whose factor is
   # the largest divisor; anything else is refused rather than approximated.
   guess = RopeScaling("llama3", float(np.round(freqs.max(), 3)), 1.0, 4.0, 8192)
-  table = llama3_divisors(guess, config.rope_theta, config.head_dim)
-  if config.rope_scaling is not None or not np.allclose(freqs, table, rtol=1e-3):
+  if config.rope_scaling is not None or not np.allclose(
+      freqs, rope_divisors(dataclasses.replace(config, rope_scaling=guess)), rtol=1e-3):
     raise UserError("rope_freqs is not a llama3 table: a Hugging Face folder cannot hold it")
   return guess
+
+
+def rope_divisors(config: DecoderConfig) -> np.ndarray:
+  """What the config's rotary scaling divides the inverse frequencies by, [H/2].
+
+  GGUF stores this table as rope_freqs.weight.
+  """
+  plain = dataclasses.replace(config, rope_scaling=None)
+  return rope_inverse_frequencies(plain) / rope_inverse_frequencies(config)
 
 
 def _find_tensors(folder: Path) -> dict[str, Path]:

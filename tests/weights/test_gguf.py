@@ -1,14 +1,17 @@
 """GGUF reading: row order under grouped-query attention, tensor types, metadata, refusals."""
 
+import dataclasses
+
 import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
 from spec_jax.errors import UserError
+from spec_jax.models.config import RopeScaling
 from spec_jax.weights import open_checkpoint
 from spec_jax.weights.gguf import unpermute
-from spec_jax.weights.safetensors import llama3_divisors, write_folder
+from spec_jax.weights.safetensors import rope_divisors, write_folder
 from tests.weights import toy
 
 
@@ -101,10 +104,8 @@ def test_no_output_means_tied(tmp_path):
 
 def test_rope_freqs_are_read_and_exported(tmp_path):
   cfg = toy.config(rope_theta=500000.0, head_dim=64, num_heads=2, num_kv_heads=1, num_layers=1)
-  scaled = toy.config().__class__.from_hf(cfg.to_hf() | {"rope_scaling": {
-      "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-      "original_max_position_embeddings": 8192}}).rope_scaling
-  table = llama3_divisors(scaled, cfg.rope_theta, cfg.head_dim)
+  scaled = RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)  # as Llama 3.2
+  table = rope_divisors(dataclasses.replace(cfg, rope_scaling=scaled)).astype(np.float32)
   assert table[0] == 1 and np.isclose(table[-1], 32) and len(set(table.tolist())) > 3
   path = toy.write_gguf(tmp_path / "m.gguf", cfg, toy.tensors(cfg),
                         extra={"rope_freqs.weight": table})

@@ -9,7 +9,7 @@ import pytest
 from spec_jax.models.config import RopeScaling
 from spec_jax.models.decoder import Decoder
 from spec_jax.weights import open_checkpoint
-from spec_jax.weights.safetensors import llama3_divisors, write_folder
+from spec_jax.weights.safetensors import rope_divisors, write_folder
 from tests.weights import toy
 
 
@@ -37,11 +37,11 @@ def test_rope_freqs_are_applied(tmp_path):
   scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 16)
   cfg = toy.config()
   values = toy.tensors(cfg)
-  table = llama3_divisors(scaling, cfg.rope_theta, cfg.head_dim)
+  scaled_cfg = dataclasses.replace(cfg, rope_scaling=scaling)
+  table = rope_divisors(scaled_cfg).astype(np.float32)
   toy.write_gguf(tmp_path / "plain.gguf", cfg, values)
   toy.write_gguf(tmp_path / "m.gguf", cfg, values, extra={"rope_freqs.weight": table})
-  write_folder(tmp_path / "m", dataclasses.replace(cfg, rope_scaling=scaling), values,
-               toy.tokenizer())
+  write_folder(tmp_path / "m", scaled_cfg, values, toy.tokenizer())
   scaled = logits(tmp_path / "m")
   np.testing.assert_allclose(logits(tmp_path / "m.gguf"), scaled, atol=1e-4, rtol=0)
   assert np.abs(logits(tmp_path / "plain.gguf") - scaled).max() > 1e-2

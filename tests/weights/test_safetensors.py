@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +12,8 @@ import safetensors.numpy
 
 from spec_jax.errors import UserError
 from spec_jax.models.config import RopeScaling
-from spec_jax.weights import names, open_checkpoint
+from spec_jax.models.decoder import tensor_shapes
+from spec_jax.weights import open_checkpoint
 from spec_jax.weights.safetensors import write_folder
 from tests.weights import toy
 
@@ -183,7 +185,7 @@ def test_an_export_read_by_a_new_process_is_the_same(tmp_path):
   # Every number distinct: a tensor under another's name, or transposed, cannot hide.
   cfg = toy.config(hidden_size=64, num_heads=8, head_dim=8, intermediate_size=64)
   start, values = 0, {}
-  for name, shape in names.shapes(cfg).items():
+  for name, shape in tensor_shapes(cfg).items():
     size = int(np.prod(shape))
     values[name] = np.arange(start, start + size, dtype=np.float32).reshape(shape)
     start += size
@@ -191,7 +193,8 @@ def test_an_export_read_by_a_new_process_is_the_same(tmp_path):
   script = ("import sys, numpy\nfrom spec_jax.weights import open_checkpoint\n"
             "c = open_checkpoint(sys.argv[1])\n"
             "numpy.savez(sys.argv[2], **{n: c.read(n) for n in c.names()})")
-  subprocess.run([sys.executable, "-c", script, tmp_path / "m", tmp_path / "back.npz"], check=True)
+  subprocess.run([sys.executable, "-c", script, tmp_path / "m", tmp_path / "back.npz"],
+                 check=True, cwd=Path(__file__).parents[2])
   with np.load(tmp_path / "back.npz") as back:
     assert set(back.files) == set(values)
     for name, value in values.items():

@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from spec_jax.models.config import DecoderConfig
+from spec_jax.models.decoder import tensor_shapes
 from spec_jax.tokenizer import Tokenizer
 from spec_jax.weights import names
 
@@ -62,7 +63,7 @@ def tensors(cfg: DecoderConfig, seed: int = 0) -> dict[str, np.ndarray]:
   """Random float32 tensors under canonical names."""
   rng = np.random.default_rng(seed)
   return {name: rng.normal(size=shape).astype(np.float32) * 0.1 + (len(shape) == 1)
-          for name, shape in names.shapes(cfg).items()}
+          for name, shape in tensor_shapes(cfg).items()}
 
 
 def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
