@@ -1,0 +1,276 @@
+"""Distills a drafter: runs the stages of a config, one after the other, in a work folder.
+
+  python -m train_drafter --config=configs/quickstart.py --workdir=runs/quickstart
+  python -m train_drafter --config=configs/quickstart.py --workdir=runs/b --config.train.lr=3e-4
+  python -m train_drafter --config=configs/quickstart.py --workdir=runs/b --stage=evaluate
+
+Finished stages are reused, a stopped one goes on where it was. A folder that was made with another
+config is refused.
+"""
+
+import dataclasses
+import datetime
+import difflib
+import importlib
+import importlib.util
+import json
+import re
+import shlex
+import sys
+import time
+import traceback
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from spec_jax.errors import UserError
+from train_drafter import manifest
+from train_drafter.progress import clock_text
+
+STAGES = ("prompts", "generate", "train", "evaluate", "export", "report")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """What the command line asked for.
+
+  Attributes:
+    config: the dataclass of `get_config` with the overrides set, not yet finalized.
+    workdir: folder of the run.
+    stages: the stages to run, in order.
+    overwrite: move stage folders of another config aside.
+    profile: write a profiler trace while training.
+    command: the command line, for the record.
+  """
+
+  config: Any
+  workdir: Path
+  stages: tuple[str, ...]
+  overwrite: bool
+  profile: bool
+  command: str
+
+
+def define_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
+  """Defines the flags of this program in `values`; `argv` is where the overrides are looked for."""
+  config_flags.DEFINE_config_file(
+    "config",
+    None,
+    "config file, also file.py:argument for get_config; --config.a.b=value sets one field",
+    flag_values=values,
+    sys_argv=list(argv),
+  )
+  values["config"].parser = _ConfigParser(values, argv)
+  flags.DEFINE_string("workdir", None, "folder of the run", flag_values=values)
+  flags.DEFINE_enum(
+    "stage", "all", ["all", *STAGES], "the stage to run", flag_values=values
+  )
+  flags.DEFINE_bool(
+    "overwrite",
+    False,
+    "move stage folders that another config made aside, to <stage>.old-<n>",
+    flag_values=values,
+  )
+  flags.DEFINE_bool(
+    "profile", False, "write a jax.profiler trace of a few training steps", flag_values=values
+  )
+
+
+def parse(argv: Sequence[str], values: flags.FlagValues) -> Options:
+  """Reads the command line.
+
+  Raises:
+    UserError: one line for whatever is wrong with it.
+  """
+  try:
+    rest = values(list(argv))
+  except flags.Error as error:
+    if not values["config"].present:
+      # Every --config.a.b is unknown without a config; name the cause.
+      if any(re.match(r"--?(no)?config\.", arg) for arg in argv):
+        raise UserError("--config is needed before any --config.field=value") from error
+    raise UserError(" ".join(str(error).split())) from error
+  if len(rest) > 1:
+    raise UserError(f"unexpected argument {rest[1]!r}; options start with --")
+  for name in ("config", "workdir"):
+    if not values[name].value:
+      raise UserError(f"--{name} is needed")
+  _settle_tuples(values.config)
+  stage = values.stage
+  return Options(
+    config=values.config,
+    workdir=Path(values.workdir),
+    stages=STAGES if stage == "all" else (stage,),
+    overwrite=values.overwrite,
+    profile=values.profile,
+    command=shlex.join(["python", "-m", "train_drafter", *argv[1:]]),
+  )
+
+
+def execute(options: Options) -> None:
+  """Checks the config, then runs the stages, each with a line that says how long it took.
+
+  Raises:
+    UserError: a field has a bad value, or a stage refuses its inputs or its folder.
+  """
+  from spec_jax import platform
+  from train_drafter import config as config_lib
+
+  cfg = options.config
+  if options.profile:
+    cfg.train.profile = True
+  config_lib.finalize(cfg)
+  config_lib.validate(cfg)
+  platform.configure()
+  try:
+    options.workdir.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise UserError(f"--workdir={options.workdir}: {error.strerror}") from error
+  record = options.workdir / "config.json"
+  if not record.exists():
+    _write_record(record, cfg, options)
+  for stage in options.stages:
+    began = time.monotonic()
+    folder = _run_stage(stage, cfg, options)
+    # Only now: a refused run leaves the record of the run that made the folder.
+    _write_record(record, cfg, options)
+    print(f"{stage}: {clock_text(time.monotonic() - began)}  {folder}", flush=True)
+
+
+def _run_stage(stage: str, cfg: Any, options: Options) -> Path:
+  module = importlib.import_module(f"train_drafter.{stage}")
+  try:
+    return module.run(cfg, options.workdir)
+  except manifest.StaleStageError as stale:
+    if not options.overwrite:
+      raise
+    aside = manifest.set_aside(stale.folder)
+    print(f"{stage}: the old folder is now {aside}", flush=True)
+  return module.run(cfg, options.workdir)
+
+
+def _write_record(path: Path, cfg: Any, options: Options) -> None:
+  content = {"config": dataclasses.asdict(cfg), "command": options.command}
+  content = json.loads(json.dumps(content))
+  if path.exists():
+    old = json.loads(path.read_text(encoding="utf-8"))
+    if content == {name: old.get(name) for name in content}:
+      return
+  written = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+  manifest.write_json(path, {**content, "written": written})
+
+
+class _ConfigParser(flags.ArgumentParser):
+  """Loads a config file and checks the names of the overrides against what it returned.
+
+  It stands in for the parser of ml_collections, whose errors are tracebacks.
+  """
+
+  syntactic_help = "path of a Python file with get_config()"
+
+  def __init__(self, values: flags.FlagValues, argv: Sequence[str]):
+    self._values, self._argv = values, argv
+
+  def parse(self, argument: str) -> Any:
+    """Returns get_config() of the file, or get_config(argument) of `file.py:argument`."""
+    path, *arguments = argument.split(":", 1)
+    config = _load(path, arguments)
+    names = dict(_fields(config))
+    for arg in self._values.read_flags_from_files(list(self._argv), force_gnu=False):
+      override = re.match(r"--?(?:no)?config\.([^=]*)", arg)
+      if override and names.get(override[1], True):
+        raise UserError(_wrong_field(override[1], names))
+    return config
+
+  def flag_type(self) -> str:
+    """The type shown by --help."""
+    return "config file"
+
+
+def _load(path: str, arguments: Sequence[str]) -> Any:
+  if not Path(path).is_file():
+    raise UserError(f"--config={path}: no such file")
+  spec = importlib.util.spec_from_file_location("config_file", path)
+  if spec is None:
+    raise UserError(f"--config={path}: not a Python file")
+  module = importlib.util.module_from_spec(spec)
+  try:
+    spec.loader.exec_module(module)
+    config = module.get_config(*arguments)
+  except UserError:
+    raise
+  except Exception as error:
+    own = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+    line = getattr(error, "lineno", None) or (own[-1] if own else 0)
+    reason = " ".join(str(error).split())
+    raise UserError(f"{path}:{line}: {type(error).__name__}: {reason}") from error
+  if not dataclasses.is_dataclass(config):
+    raise UserError(f"{path}: get_config() returned {type(config).__name__}, not a dataclass")
+  return config
+
+
+def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
+  """Dotted name of every field, and whether it is a group of fields."""
+  for field in dataclasses.fields(config):
+    value = getattr(config, field.name)
+    group = dataclasses.is_dataclass(value)
+    yield prefix + field.name, group
+    if group:
+      yield from _fields(value, f"{prefix}{field.name}.")
+
+
+def _settle_tuples(config: Any, prefix: str = "") -> None:
+  """Gives the elements of every `tuple[T, ...]` field their type, which the flags leave open."""
+  for field in dataclasses.fields(config):
+    name, value = prefix + field.name, getattr(config, field.name)
+    if dataclasses.is_dataclass(value):
+      _settle_tuples(value, f"{name}.")
+    elif typing.get_origin(field.type) is tuple:
+      kind = typing.get_args(field.type)[0]
+      for item in value:
+        if type(item) is not kind and not (kind is float and type(item) is int):
+          raise UserError(f"--config.{name}: {item!r} is not of type {kind.__name__}")
+      setattr(config, field.name, tuple(kind(item) for item in value))
+
+
+def _wrong_field(name: str, names: dict[str, bool]) -> str:
+  if names.get(name):
+    one = next(other for other in names if other.startswith(f"{name}."))
+    return f"--config.{name} is a group of fields; set one of them, such as --config.{one}"
+  leaves = [other for other, group in names.items() if not group]
+
+  # The last part weighs most: `--config.lr` should find train.lr.
+  def likeness(other: str) -> float:
+    whole = difflib.SequenceMatcher(None, name, other).ratio()
+    last = difflib.SequenceMatcher(None, name.split(".")[-1], other.split(".")[-1]).ratio()
+    return whole + last
+
+  nearest = max(leaves, key=likeness)
+  return f"--config.{name}: no such field; the nearest is --config.{nearest}"
+
+
+def main() -> None:
+  """The command line: exit status 2 and one line for bad input, 130 for an interrupt."""
+  define_flags(flags.FLAGS, sys.argv)
+
+  def run(options: Options) -> None:
+    if not flags.FLAGS["verbosity"].present:
+      logging.set_verbosity(logging.WARNING)
+    execute(options)
+
+  try:
+    app.run(run, flags_parser=lambda argv: parse(argv, flags.FLAGS))
+  except UserError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+  except KeyboardInterrupt:
+    print("interrupted; the same command goes on from here", file=sys.stderr)
+    sys.exit(130)
+
+
+if __name__ == "__main__":
+  main()
