@@ -16,7 +16,8 @@ FLAG = "--xla_cpu_experimental_onednn_fusion_type=LIBRARY_FUSION_TYPE_DOT"
 def settings(monkeypatch, tmp_path):
   """An empty environment, a tested jaxlib, and JAX's own settings put back afterwards."""
   before = jax.config.jax_compilation_cache_dir
-  monkeypatch.delenv("XLA_FLAGS", raising=False)
+  monkeypatch.setenv("XLA_FLAGS", "")  # so that what configure sets is undone afterwards
+  monkeypatch.delenv("XLA_FLAGS")
   monkeypatch.setenv("SPEC_JAX_CACHE", str(tmp_path / "cache"))
   version = importlib.metadata.version
   monkeypatch.setattr(
