@@ -348,7 +348,7 @@ class Tokenizer:
   def _one_bos(self, ids: list[int]) -> list[int]:
     if self.bos_id < 0:
       return ids
-    if self.adds_bos and ids[:1] != [self.bos_id]:
+    if self.adds_bos:
       ids = [self.bos_id, *ids]
     while ids[:2] == [self.bos_id, self.bos_id]:
       ids = ids[1:]
