@@ -46,6 +46,8 @@ _INTEGER = re.compile(r"int:(-?\d+)-(-?\d+)(?::(\d+))?$")
 _REFERENCE = re.compile(r"(\w+)(?:#(\w+))?(?:\.(\d+))?$")
 _ARTICLE = re.compile(r"\b([Aa])\(n\) (\W*)(\w)")
 _WORD = re.compile(r"\w+")
+_BRACES = re.compile(r"\{\{|\}\}")
+_BRACES_OR_SLASH = re.compile(r"\{\{|\}\}|/")
 
 # How many draws in a row may repeat earlier prompts before a category counts as exhausted.
 _PATIENCE = 2000
@@ -101,10 +103,12 @@ class _Draw:
     self.used: dict[str, set[int]] = {}
 
   def pick(self, count: int) -> int:
+    """A number below `count`."""
     # Python promises the sequence of random() across versions, not that of choice().
     return int(self.rng.random() * count)
 
   def option(self, section: str) -> tuple[str, ...]:
+    """The columns of an option that this prompt has not used yet."""
     options = self.grammar.sections.get(section)
     if options is None:
       raise ValueError(f"{self.grammar.name}: no section [{section}]")
@@ -117,14 +121,14 @@ class _Draw:
     return options[index]
 
   def expand(self, text: str) -> str:
-    pieces, position = [], 0
-    while (start := text.find("{{", position)) >= 0:
-      end = _closing(text, start, self.grammar.name)
-      pieces += [text[position:start], self.slot(text[start + 2 : end])]
-      position = end + 2
-    return "".join(pieces) + text[position:]
+    """Fills every slot of a text."""
+    literal, *rest = _pieces(text, self.grammar.name)
+    for body, behind in zip(rest[::2], rest[1::2], strict=True):
+      literal += self.slot(body) + behind
+    return literal
 
   def slot(self, body: str) -> str:
+    """The text for what stands between the braces of a slot."""
     if body.startswith("^"):
       text = self.slot(body[1:])
       return text[:1].upper() + text[1:]
@@ -157,6 +161,7 @@ class _Draw:
     return self.texts[section, key]
 
   def integer(self, body: str) -> str:
+    """A number for `int:low-high` or `int:low-high:step`, both ends included."""
     bounds = _INTEGER.match(body)
     if not bounds:
       raise ValueError(f"{self.grammar.name}: cannot read the number {{{{{body}}}}}")
@@ -164,36 +169,34 @@ class _Draw:
     return str(low + step * self.pick((high - low) // step + 1))
 
 
-def _closing(text: str, start: int, name: str) -> int:
-  """Position of the `}}` that closes the slot opened at `start`; slots may be nested."""
-  depth, position = 0, start
-  while position < len(text):
-    if text.startswith("{{", position):
-      depth, position = depth + 1, position + 2
-    elif text.startswith("}}", position) and depth:
-      depth -= 1
-      if depth == 0:
-        return position
-      position += 2
-    else:
-      position += 1
-  raise ValueError(f"{name}: a slot is not closed: {text[start : start + 40]!r}")
+@functools.cache
+def _pieces(text: str, name: str) -> tuple[str, ...]:
+  """Splits a text into literal, slot body, literal, ..., literal. Slots may hold slots."""
+  pieces, depth, begin = [], 0, 0
+  for mark in _BRACES.finditer(text):
+    # Closing braces outside a slot are the text's own, as in JSON.
+    step = 1 if mark[0] == "{{" else -1 if depth else 0
+    if (depth, step) in ((0, 1), (1, -1)):
+      pieces.append(text[begin : mark.start()])
+      begin = mark.end()
+    depth += step
+  if depth:
+    raise ValueError(f"{name}: a slot is not closed: {text[begin - 2 : begin + 40]!r}")
+  return (*pieces, text[begin:])
 
 
-def _alternatives(body: str) -> list[str]:
+@functools.cache
+def _alternatives(body: str) -> tuple[str, ...]:
   """Splits a slot at the slashes that stand outside nested slots."""
-  parts, depth, begin, position = [], 0, 0, 0
-  while position < len(body):
-    if body.startswith("{{", position):
-      depth, position = depth + 1, position + 2
-    elif body.startswith("}}", position):
-      depth, position = depth - 1, position + 2
+  parts, depth, begin = [], 0, 0
+  for mark in _BRACES_OR_SLASH.finditer(body):
+    if mark[0] == "/":
+      if depth == 0:
+        parts.append(body[begin : mark.start()])
+        begin = mark.end()
     else:
-      if body[position] == "/" and depth == 0:
-        parts.append(body[begin:position])
-        begin = position + 1
-      position += 1
-  return [*parts, body[begin:]]
+      depth += 1 if mark[0] == "{{" else -1
+  return (*parts, body[begin:])
 
 
 def _messages(text: str) -> list[dict[str, str]]:
