@@ -29,30 +29,19 @@ _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-
-
-def _byte_level() -> list[Any]:
-  return [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
-
-
-def _digits_then_byte_level() -> list[Any]:
-  return [pre_tokenizers.Digits(individual_digits=True), *_byte_level()]
-
-
-def _llama3_then_bytes() -> list[Any]:
-  return [
-      pre_tokenizers.Split(tokenizers.Regex(_LLAMA3_SPLIT), "isolated"),
-      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-  ]
-
-
+_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+_DIGITS = pre_tokenizers.Digits(individual_digits=True)
+_LLAMA3 = [
+    pre_tokenizers.Split(tokenizers.Regex(_LLAMA3_SPLIT), "isolated"),
+    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+]
 # GGUF `tokenizer.ggml.pre` -> (pre-tokenizers, a whole word of the vocabulary skips the merges,
 # BOS is added where the file does not say).
 _PRE = {
-    "gpt-2": (_byte_level, False, False),
-    "gpt2": (_byte_level, False, False),
-    "llama-bpe": (_llama3_then_bytes, True, True),
-    "smollm": (_digits_then_byte_level, False, False),
+    "gpt-2": ([_BYTES], False, False),
+    "gpt2": ([_BYTES], False, False),
+    "llama-bpe": (_LLAMA3, True, True),
+    "smollm": ([_DIGITS, _BYTES], False, False),
 }
 
 
@@ -186,7 +175,7 @@ class Tokenizer:
     except Exception as error:
       raise UserError(f"tokenizer.ggml.merges do not fit the tokens: {error}") from None
     backend = tokenizers.Tokenizer(bpe)
-    backend.pre_tokenizer = pre_tokenizers.Sequence(splitters())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(splitters)
     backend.decoder = decoders.ByteLevel()
     added = [AddedToken(s, special=k == _CONTROL, normalized=False)
              for s, k in zip(strings, kinds, strict=True) if k in (_CONTROL, _USER_DEFINED)]
