@@ -88,8 +88,6 @@ class Tokenizer:
     self._controls = [strings[i] for i in sorted(self.control_ids)]
     self._control_pattern = re.compile(_any_of(self._controls))
 
-  # Sources.
-
   @classmethod
   def from_folder(cls, folder: str | Path) -> "Tokenizer":
     """Reads the tokenizer files of a Hugging Face folder.
@@ -211,8 +209,6 @@ class Tokenizer:
     text = json.dumps(config, ensure_ascii=False, indent=2)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
-  # Text and ids.
-
   def encode(
       self, text: str, add_special: bool = False, parse_special: bool = False
   ) -> list[int]:
@@ -240,8 +236,6 @@ class Tokenizer:
   def token_strings(self) -> list[str]:
     """The spelling of every id, in order."""
     return list(self._strings)
-
-  # Chats.
 
   def apply_chat(
       self,
@@ -301,8 +295,6 @@ class Tokenizer:
         position = match.end()
       ids += self._encode_plain(guard.reveal(text[position:]))
     return self._one_bos(ids)
-
-  # Identity.
 
   def hash(self) -> str:
     """SHA-256 of everything that decides how text becomes ids."""
