@@ -1,0 +1,323 @@
+"""`generate`: prompts in, texts and records out. Owns what is text, queue or bucket.
+
+Prompts are grouped into a few length buckets, so the number of compilations is bounded by their
+number. Within a bucket rows that finish are refilled from the queue between chunks of rounds.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax import decode, verify
+from spec_jax.drafters import Drafter
+from spec_jax.errors import UserError
+from spec_jax.records import RowRecords
+from spec_jax.sampling import Sampling
+from spec_jax.target import Target
+
+Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
+
+BUCKETS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+_STOP_ROUNDS = 8  # rounds between two looks at the text when stop strings are given
+_CHUNK_ROUNDS = 64  # rounds of a chunk when there is nothing to look at
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateResult:
+  """What `generate` returns, one entry per prompt.
+
+  Attributes:
+    texts: the decoded tokens, special ids left out; a stop string is kept.
+    tokens: emitted ids, the EOS included.
+    finish_reasons: "eos", "stop" or "length".
+    logprobs: log probability of each token under the target's raw distribution (temperature 1).
+    records: one RowRecords per prompt (METHODS section 4).
+    hidden: [n, D] target state behind each token, only with keep_hidden.
+    seconds: prefill and decode time spent, compilation included on a first call.
+  """
+
+  texts: list[str]
+  tokens: list[list[int]]
+  finish_reasons: list[str]
+  logprobs: list[list[float]]
+  records: list[RowRecords]
+  hidden: list[np.ndarray] | None = None
+  seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+  """One row that has ended."""
+
+  index: int
+  tokens: list[int]
+  reason: str
+  logprobs: list[float]
+  records: RowRecords
+  hidden: np.ndarray | None
+
+
+def generate(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Prompt],
+    *,
+    draft_len: int = 5,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    rule: str | None = None,
+    max_new_tokens: int | Sequence[int] = 64,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+    batch_size: int = 8,
+    max_length: int | None = None,
+    force_reject: bool = False,
+    eos_ids: Sequence[int] | None = None,
+    sequence_ids: Sequence[int] | None = None,
+    keep_hidden: bool = False,
+    on_finish: Callable[[Finished], None] | None = None,
+    template_args: dict[str, Any] | None = None,
+) -> GenerateResult:
+  """Decodes prompts, speculatively with a drafter, plainly with None.
+
+  Args:
+    target: from `load_target`.
+    drafter: from `load_drafter`, or None.
+    prompts: strings (encoded as they are), chats (lists of {"role", "content"}), or id lists.
+    draft_len: K, static; ignored without a drafter.
+    temperature: 0 is greedy.
+    top_p: nucleus mass.
+    top_k: 0 for all.
+    rule: "greedy" or "ratio"; by default what the temperature asks for.
+    max_new_tokens: budget, one for all or one per prompt.
+    stop: strings that end a row; the row keeps the token that completes the string.
+    seed: of every random draw; a row's draws depend on the seed and its sequence id alone.
+    batch_size: rows decoded together.
+    max_length: context limit, the target's by default: a prompt may fill it exactly.
+    force_reject: accept no draft (the same-shape baseline of METHODS section 1).
+    eos_ids: ids that end a row, the target's by default; () for none.
+    sequence_ids: names of the random streams, by default the prompt's index.
+    keep_hidden: also return the target's hidden states.
+    on_finish: called with each row as it ends, in order of ending.
+    template_args: arguments of the chat template.
+
+  Raises:
+    UserError: an empty prompt, a prompt that does not fit, or a setting out of range.
+  """
+  started = time.perf_counter()
+  settings = Sampling(float(temperature), float(top_p), int(top_k))
+  ids = [encode_prompt(target, p, i, template_args) for i, p in enumerate(prompts)]
+  budgets = _budgets(max_new_tokens, len(ids))
+  limit = max_length or target.config.max_position
+  for i, row in enumerate(ids):
+    if len(row) > limit:
+      raise UserError(f"prompt {i} has {len(row)} tokens and the context holds {limit}")
+  budgets = [min(b, limit - len(row) + 1) for b, row in zip(budgets, ids, strict=True)]
+  if drafter is not None and draft_len < 1:
+    raise UserError(f"draft_len={draft_len} must be at least 1")
+  run = _Run(
+      target, drafter,
+      _program(target, drafter, draft_len if drafter is not None else 0, settings, rule,
+               eos_ids, keep_hidden),
+      stop=tuple(stop), seed=seed, force_reject=force_reject, batch_size=batch_size,
+      max_new=max(budgets, default=1), sequence=sequence_ids or range(len(ids)))
+  rows: list[Finished | None] = [None] * len(ids)
+  for row in run.all(ids, budgets):
+    rows[row.index] = row
+    if on_finish is not None:
+      on_finish(row)
+  text = target.tokenizer.decode if target.tokenizer is not None else lambda t: ""
+  return GenerateResult(
+      texts=[text(r.tokens) for r in rows],
+      tokens=[r.tokens for r in rows],
+      finish_reasons=[r.reason for r in rows],
+      logprobs=[r.logprobs for r in rows],
+      records=[r.records for r in rows],
+      hidden=[r.hidden for r in rows] if keep_hidden else None,
+      seconds={"total": time.perf_counter() - started, **run.seconds})
+
+
+def encode_prompt(
+    target: Target, prompt: Prompt, index: int = 0,
+    template_args: dict[str, Any] | None = None) -> list[int]:
+  """Token ids of a string, a chat or an id list.
+
+  Raises:
+    UserError: the prompt is empty, or holds an id outside the vocabulary.
+  """
+  if isinstance(prompt, str):
+    ids = target.tokenizer.encode(prompt, add_special=True)
+  elif len(prompt) and isinstance(prompt[0], dict):
+    ids = target.tokenizer.encode_chat(list(prompt), **(template_args or {}))
+  else:
+    ids = [int(i) for i in prompt]
+  if not ids:
+    raise UserError(f"prompt {index} is empty")
+  for i in ids:
+    if not 0 <= i < target.config.vocab_real:
+      raise UserError(f"prompt {index} holds id {i}, outside 0..{target.config.vocab_real - 1}")
+  return ids
+
+
+def bucket(length: int) -> int:
+  """The smallest bucket that holds a prompt of this length."""
+  for size in BUCKETS:
+    if length <= size:
+      return size
+  return -(-length // BUCKETS[-1]) * BUCKETS[-1]
+
+
+def stop_cut(text: Callable[[list[int]], str], tokens: list[int], stop: Sequence[str]) -> int:
+  """How many tokens are kept when a stop string ends a row, or -1 when none occurs.
+
+  The cut lies behind the first token whose text completes any of the strings.
+  """
+  if not any(s in text(tokens) for s in stop):
+    return -1
+  low, high = 1, len(tokens)
+  while low < high:
+    middle = (low + high) // 2
+    low, high = (low, middle) if any(s in text(tokens[:middle]) for s in stop) else (
+        middle + 1, high)
+  return low
+
+
+@functools.lru_cache(maxsize=64)
+def _program_of(graphs, *static) -> decode.Program:
+  return decode.Program(*graphs, *static)
+
+
+def _program(target, drafter, draft_len, settings, rule, eos_ids, keep_hidden) -> decode.Program:
+  rule = rule or ("greedy" if settings.greedy else "ratio")
+  eos = target.config.eos_ids if eos_ids is None else tuple(eos_ids)
+  pad = target.config.pad_id if target.config.pad_id >= 0 else 0
+  graphs = (target.graph, None if drafter is None else drafter.graph)
+  return _program_of(
+      graphs, draft_len, settings, verify.choose(rule, settings).name, eos, pad, keep_hidden)
+
+
+def _budgets(max_new_tokens, count: int) -> list[int]:
+  budgets = (
+      [int(max_new_tokens)] * count if isinstance(max_new_tokens, int | np.integer)
+      else [int(b) for b in max_new_tokens])
+  if len(budgets) != count:
+    raise UserError(f"max_new_tokens has {len(budgets)} entries for {count} prompts")
+  if any(b < 1 for b in budgets):
+    raise UserError(f"max_new_tokens={min(budgets)} must be at least 1")
+  return budgets
+
+
+class _Run:
+  """One call of `generate`: the queue, the batch and what is looked at between chunks."""
+
+  def __init__(
+      self, target, drafter, program, *, stop, seed, force_reject, batch_size, max_new, sequence):
+    self.target, self.program, self.stop = target, program, stop
+    self.params = (target.params, None if drafter is None else drafter.params)
+    self.seed = jnp.asarray(seed, jnp.int32)
+    self.force_reject = jnp.asarray(force_reject)
+    self.batch_size, self.max_new, self.sequence = batch_size, max_new, sequence
+    self.seconds = {"prefill": 0.0, "decode": 0.0}
+
+  def all(self, ids: list[list[int]], budgets: list[int]) -> Iterator[Finished]:
+    """Every prompt, bucket by bucket."""
+    groups: dict[int, list[int]] = {}
+    for i, row in enumerate(ids):
+      groups.setdefault(bucket(len(row)), []).append(i)
+    for size, members in sorted(groups.items()):
+      yield from self.bucket(size, members, ids, budgets)
+
+  def bucket(self, size, members, ids, budgets) -> Iterator[Finished]:
+    """The prompts of one bucket through one batch, refilled as rows end."""
+    B = min(self.batch_size, len(members))
+    R = min(B, 8)
+    capacity = size + self.max_new + self.program.draft_len + 1
+    state = decode.init_state(self.program, self.params, B, capacity, self.max_new)
+    queue, held = list(reversed(members)), [-1] * B
+    refill = jnp.asarray(max(1, B // 8), jnp.int32)
+    rounds = jnp.asarray(_STOP_ROUNDS if self.stop else _CHUNK_ROUNDS, jnp.int32)
+    while queue or any(i >= 0 for i in held):
+      free = [b for b in range(B) if held[b] < 0]
+      while queue and free:
+        places = free[:R]
+        free = free[R:]
+        state = self._fill(state, size, places, queue, held, ids, budgets, R)
+      ending = refill if queue else jnp.asarray(B + 1, jnp.int32)
+      clock = time.perf_counter()
+      state = decode.chunk(
+          self.program, self.params, state, rounds, ending, self.force_reject)
+      state, rows = self._harvest(state, held, ids)
+      self.seconds["decode"] += time.perf_counter() - clock
+      yield from rows
+
+  def _fill(self, state, size, places, queue, held, ids, budgets, R):
+    clock = time.perf_counter()
+    tokens = np.full((R, size), self.program.pad_id, np.int32)
+    lengths, allowed = np.ones(R, np.int32), np.ones(R, np.int32)
+    sequence, at = np.zeros(R, np.int32), np.full(R, len(held), np.int32)
+    for r, place in enumerate(places):
+      if not queue:
+        break
+      i = queue.pop()
+      held[place] = i
+      tokens[r, :len(ids[i])] = ids[i]
+      lengths[r], allowed[r], sequence[r], at[r] = len(ids[i]), budgets[i], self.sequence[i], place
+    state = decode.insert(
+        self.program, self.params, state, tokens, lengths, allowed, sequence, self.seed, at)
+    state.reason.block_until_ready()
+    self.seconds["prefill"] += time.perf_counter() - clock
+    return state
+
+  def _harvest(self, state, held, ids):
+    """Rows that have ended, by the device or by a stop string; frees their places."""
+    reason = np.array(state.reason)
+    ended = {b: 0 for b in range(len(held)) if held[b] >= 0 and reason[b] != decode.RUNNING}
+    if self.stop:
+      length, tokens = np.asarray(state.length), np.asarray(state.tokens)
+      for b, i in enumerate(held):
+        if i < 0:
+          continue
+        cut = stop_cut(
+            self.target.tokenizer.decode, tokens[b, len(ids[i]):length[b]].tolist(), self.stop)
+        if cut >= 0:
+          ended[b] = cut
+          reason[b] = decode.STOP
+      state = dataclasses.replace(state, reason=jnp.asarray(reason))
+    if not ended:
+      return state, []
+    small = jax.device_get({f: getattr(state, f) for f in (
+        "tokens", "length", "prompt", "logprobs", "accepted", "emitted", "proposed", "rounds")})
+    rows = []
+    for b, cut in ended.items():
+      hidden = np.asarray(state.hidden[b]) if self.program.keep_hidden else None
+      rows.append(_finished(held[b], {k: v[b] for k, v in small.items()}, int(reason[b]), cut,
+                            hidden))
+      held[b] = -1
+    return state, rows
+
+
+def _finished(index: int, row: dict[str, Any], reason: int, cut: int, hidden) -> Finished:
+  count = int(row["length"] - row["prompt"])
+  rounds = int(row["rounds"])
+  proposed, accepted, emitted = (
+      row[name][:rounds].astype(np.int32) for name in ("proposed", "accepted", "emitted"))
+  if cut and cut < count:
+    count = cut
+  if cut:  # rounds behind the stop never happened; the one that holds it is cut
+    before = 1 + np.concatenate([[0], np.cumsum(emitted)[:-1]]) if rounds else np.zeros(0, int)
+    kept = int(np.sum(before < count))
+    proposed, accepted, emitted = proposed[:kept], accepted[:kept], emitted[:kept].copy()
+    if kept:
+      emitted[-1] = count - before[kept - 1]
+  tokens = row["tokens"][row["prompt"]:row["prompt"] + count].tolist()
+  return Finished(
+      index, tokens, decode.REASONS[reason], row["logprobs"][:count].tolist(),
+      RowRecords(proposed, accepted, emitted, decode.REASONS[reason]),
+      None if hidden is None else hidden[:count])

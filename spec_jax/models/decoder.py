@@ -1,0 +1,273 @@
+"""A config-driven Llama decoder in flax.nnx: the target, and the body of a `small_lm` drafter.
+
+Weights lie as [out, in] (the layout of the files, and the fast one for XLA:CPU in bfloat16).
+The residual stream and every normalisation are float32; matmuls take the compute dtype and
+accumulate in float32.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from spec_jax.models.attention import attend
+from spec_jax.models.cache import write_rows
+from spec_jax.models.config import DecoderConfig
+from spec_jax.types import Cache, DecoderOutput
+
+NEG_INF = jnp.float32(-jnp.inf)
+
+
+@jax.custom_vjp
+def linear(x: Float[Array, "*n I"], w: Float[Array, "O I"]) -> Float[Array, "*n O"]:
+  """x @ w.T in the dtype of w, accumulated in float32; the result is float32.
+
+  A single bfloat16 row is computed as two (XLA:CPU has no fast bfloat16 matrix-vector product).
+  """
+  return _linear(x, w)
+
+
+def _dot(a, b):
+  wide = jnp.promote_types(b.dtype, jnp.float32)
+  return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=wide)
+
+
+def _linear(x, w):
+  rows = x.reshape(-1, x.shape[-1]).astype(w.dtype)
+  single = rows.shape[0] == 1 and w.dtype == jnp.bfloat16
+  if single:
+    rows = jnp.concatenate([rows, rows])
+  out = _dot(rows, w)
+  return (out[:1] if single else out).reshape(*x.shape[:-1], w.shape[0])
+
+
+def _linear_fwd(x, w):
+  return _linear(x, w), (x, w)
+
+
+def _linear_bwd(saved, g):
+  x, w = saved
+  g2 = g.reshape(-1, g.shape[-1]).astype(w.dtype)
+  x2 = x.reshape(-1, x.shape[-1]).astype(w.dtype)
+  # Both gradients in the form that contracts the last axes, with explicit transposes: XLA:CPU runs
+  # the other bfloat16 contractions several times slower.
+  dx = _dot(g2, jax.lax.optimization_barrier(w.T))
+  dw = _dot(jax.lax.optimization_barrier(g2.T), jax.lax.optimization_barrier(x2.T))
+  return dx.reshape(x.shape).astype(x.dtype), dw.astype(w.dtype)
+
+
+linear.defvjp(_linear_fwd, _linear_bwd)
+
+
+def rms_norm(x: Float[Array, "*n D"], weight: Float[Array, " D"], eps: float) -> Array:
+  """RMSNorm (Zhang & Sennrich 2019) in float32."""
+  x = x.astype(jnp.float32)
+  return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * weight.astype(jnp.float32)
+
+
+def rope_inverse_frequencies(
+    config: DecoderConfig, divisors: np.ndarray | None = None) -> np.ndarray:
+  """Inverse rotary frequencies [R], with the configured scaling (Llama 3.1 rule or linear).
+
+  Args:
+    config: reads rope_theta, rope_scaling, head_dim, partial_rotary_factor.
+    divisors: [R] factors stored in a GGUF (`rope_freqs.weight`); they replace the scaling.
+  """
+  dim = int(config.head_dim * config.partial_rotary_factor)
+  inv = 1.0 / config.rope_theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+  scaling = config.rope_scaling
+  if divisors is not None:
+    inv = inv / divisors
+  elif scaling is not None and scaling.kind == "linear":
+    inv = inv / scaling.factor
+  elif scaling is not None:
+    wavelength = 2 * np.pi / inv
+    original = scaling.original_max_position
+    ramp = (original / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = np.clip(ramp, 0.0, 1.0)
+    inv = keep * inv + (1 - keep) * inv / scaling.factor
+  return inv.astype(np.float32)
+
+
+def rotate(x: Float[Array, "B T N H"], cos: Array, sin: Array) -> Float[Array, "B T N H"]:
+  """Rotary embedding, half-split form; cos and sin are [B, T, R]; dims beyond 2R pass."""
+  half = cos.shape[-1]
+  cos, sin = cos[:, :, None], sin[:, :, None]
+  a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
+  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+class Block(nnx.Module):
+  """One decoder layer: attention and SwiGLU, each with its pre-norm and residual."""
+
+  def __init__(self, config: DecoderConfig, tensor: Callable[[str], Array]):
+    self.config = config
+    for name in BLOCK_TENSORS:
+      setattr(self, name, nnx.Param(tensor(name)))
+
+  def __call__(self, x, cos, sin, cache, start, mask, attend_length=None):
+    """x [B,T,D] f32; cache None or (k, v) [B,G,S,H]; returns x and the new (k, v)."""
+    c = self.config
+    B, T, _ = x.shape
+    h = rms_norm(x, self.attn_norm[...], c.rms_norm_eps)
+    q = linear(h, self.wq[...]).reshape(B, T, c.num_heads, c.head_dim)
+    k = linear(h, self.wk[...]).reshape(B, T, c.num_kv_heads, c.head_dim)
+    v = linear(h, self.wv[...]).reshape(B, T, c.num_kv_heads, c.head_dim)
+    dtype = self.wq[...].dtype
+    q = rotate(q, cos, sin).astype(dtype)
+    k = rotate(k, cos, sin).astype(dtype).transpose(0, 2, 1, 3)
+    v = v.astype(dtype).transpose(0, 2, 1, 3)
+    if cache is not None:
+      cache = (write_rows(cache[0], k, start), write_rows(cache[1], v, start))
+      k, v = (part[:, :, :attend_length] for part in cache)
+    out = attend(q, k, v, mask)
+    x = x + linear(out.reshape(B, T, c.num_heads * c.head_dim), self.wo[...])
+    h = rms_norm(x, self.mlp_norm[...], c.rms_norm_eps)
+    gated = jax.nn.silu(linear(h, self.w_gate[...])) * linear(h, self.w_up[...])
+    return x + linear(gated, self.w_down[...]), cache
+
+
+BLOCK_TENSORS = (
+    "attn_norm", "wq", "wk", "wv", "wo", "mlp_norm", "w_gate", "w_up", "w_down")
+
+
+def block_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+  """Shape of each tensor of one layer, [out, in]."""
+  c = config
+  q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+  return {
+      "attn_norm": (c.hidden_size,), "wq": (q, c.hidden_size), "wk": (kv, c.hidden_size),
+      "wv": (kv, c.hidden_size), "wo": (c.hidden_size, q), "mlp_norm": (c.hidden_size,),
+      "w_gate": (c.intermediate_size, c.hidden_size), "w_up": (c.intermediate_size, c.hidden_size),
+      "w_down": (c.hidden_size, c.intermediate_size)}
+
+
+def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+  """Shape of every tensor of a decoder by its canonical name."""
+  shapes = {"embed": (config.vocab_size, config.hidden_size)}
+  for i in range(config.num_layers):
+    shapes |= {f"layers.{i}.{name}": shape for name, shape in block_shapes(config).items()}
+  shapes["final_norm"] = (config.hidden_size,)
+  if not config.tie_embeddings:
+    shapes["head"] = (config.vocab_size, config.hidden_size)
+  return shapes
+
+
+class Stack(nnx.Module):
+  """Blocks and the final norm, without embedding and head: the body of a decoder or a drafter."""
+
+  def __init__(
+      self, config: DecoderConfig, tensor: Callable[[str], Array],
+      rope_divisors: np.ndarray | None = None):
+    """Builds the stack from `tensor(canonical name)`, called once for each tensor."""
+    self.config = config
+    self.layers = nnx.List([
+        Block(config, lambda name, i=i: tensor(f"layers.{i}.{name}"))
+        for i in range(config.num_layers)])
+    self.final_norm = nnx.Param(tensor("final_norm"))
+    self.inverse_frequencies = tuple(rope_inverse_frequencies(config, rope_divisors).tolist())
+
+  def __call__(
+      self,
+      x: Float[Array, "B T D"],
+      positions: Int[Array, "B T"],
+      cache: Cache | None = None,
+      *,
+      taps: Sequence[int] = (),
+      segments: Int[Array, "B T"] | None = None,
+      attend_length: int | None = None,
+  ) -> DecoderOutput:
+    """One pass from embeddings to the final norm.
+
+    Args:
+      x: embedded tokens.
+      positions: absolute positions; with a cache each row's must be consecutive.
+      cache: None for a pass over whole sequences (training); otherwise the pass writes its keys
+        and values at `positions` and sees the cache at indices <= position.
+      taps: layers (0-based) whose outputs are returned as features.
+      segments: without a cache: positions of different segments do not see each other.
+      attend_length: with a cache: only its first entries are read (all by default).
+    """
+    table = positions[..., None].astype(jnp.float32) * jnp.asarray(self.inverse_frequencies)
+    cos, sin = jnp.cos(table), jnp.sin(table)
+    mask = _mask(positions, cache, segments, attend_length)
+    x = x.astype(jnp.float32)
+    features, keys, values = [], [], []
+    for i, block in enumerate(self.layers):
+      layer_cache = None if cache is None else (cache.k[i], cache.v[i])
+      x, layer_cache = block(x, cos, sin, layer_cache, positions[:, 0], mask, attend_length)
+      if cache is not None:
+        keys.append(layer_cache[0])
+        values.append(layer_cache[1])
+      if i in taps:
+        features.append(x)
+    dtype = self.layers[0].wq[...].dtype
+    hidden = rms_norm(x, self.final_norm[...], self.config.rms_norm_eps).astype(dtype)
+    tapped = jnp.concatenate(features, -1) if features else jnp.zeros((*x.shape[:2], 0))
+    return DecoderOutput(
+        hidden, tapped, None if cache is None else Cache(tuple(keys), tuple(values)))
+
+
+class Decoder(nnx.Module):
+  """Embedding, stack and head: `target(tokens, positions, cache) -> logits, DecoderOutput`."""
+
+  def __init__(
+      self, config: DecoderConfig, tensor: Callable[[str], Array],
+      rope_divisors: np.ndarray | None = None):
+    """Builds the decoder from `tensor(canonical name)`, called once for each tensor."""
+    self.config = config
+    self.embed = nnx.Param(tensor("embed"))
+    self.stack = Stack(config, tensor, rope_divisors)
+    if not config.tie_embeddings:
+      self.head = nnx.Param(tensor("head"))
+
+  def head_weight(self) -> Float[Array, "V D"]:
+    """The head, which is the embedding when they are tied (one array, read twice)."""
+    return self.embed[...] if self.config.tie_embeddings else self.head[...]
+
+  def hidden(
+      self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"],
+      cache: Cache | None = None, **options) -> DecoderOutput:
+    """One pass up to the final norm; the arguments are those of `Stack`."""
+    return self.stack(self.embed[...][tokens], positions, cache, **options)
+
+  def logits(self, hidden: Float[Array, "*n D"]) -> Float[Array, "*n V"]:
+    """Float32 logits; ids that do not exist (>= vocab_real) are -inf."""
+    out = linear(hidden, self.head_weight())
+    if self.config.vocab_real < self.config.vocab_size:
+      out = jnp.where(jnp.arange(self.config.vocab_size) < self.config.vocab_real, out, NEG_INF)
+    return out
+
+  def __call__(self, tokens, positions, cache=None, **options):
+    """Logits [B, T, V] of every position, and the DecoderOutput."""
+    out = self.hidden(tokens, positions, cache, **options)
+    return self.logits(out.hidden), out
+
+
+def _mask(positions, cache, segments, attend_length) -> Bool[Array, "B T S"]:
+  if cache is not None:
+    capacity = cache.k[0].shape[2] if attend_length is None else attend_length
+    return jnp.arange(capacity) <= positions[..., None]
+  T = positions.shape[1]
+  mask = jnp.broadcast_to(jnp.arange(T) <= jnp.arange(T)[:, None], (positions.shape[0], T, T))
+  if segments is not None:
+    mask = mask & (segments[:, :, None] == segments[:, None, :])
+  return mask
+
+
+def random_tensors(config: DecoderConfig, seed: int, scale: float = 0.02, dtype=jnp.float32):
+  """A `tensor(name)` function of random normal weights and unit norms, for tests and controls."""
+  shapes = tensor_shapes(config)
+  names = {name: i for i, name in enumerate(shapes)}
+
+  def tensor(name):
+    if name.endswith("norm"):
+      return jnp.ones(shapes[name], jnp.float32)
+    key = jax.random.fold_in(jax.random.key(seed), names[name])
+    return (scale * jax.random.normal(key, shapes[name])).astype(dtype)
+
+  return tensor

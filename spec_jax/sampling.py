@@ -1,0 +1,119 @@
+"""Logits to probabilities to tokens: the only place with temperature, top-k and top-p.
+
+Plain decoding, verification and the bonus token all come through here, so that they see the same
+distribution. Every draw takes one uniform number from a stream named by (sequence, round, position,
+purpose), so a result does not depend on the other rows of the batch.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from spec_jax.errors import UserError
+
+GREEDY_BELOW = 1e-5  # temperatures below this are greedy everywhere: draft, verification, bonus
+
+# Purposes of the draws of one round; each is a stream of its own.
+DRAFT, ACCEPT, RESIDUAL, BONUS = range(4)
+
+_BLOCK = 256  # width of the second level of the inverse-CDF search
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """Sampling settings; static under `jit`.
+
+  Attributes:
+    temperature: divides the logits; below GREEDY_BELOW the argmax is taken.
+    top_p: keep the smallest set of most probable ids whose mass reaches top_p (after temperature).
+    top_k: keep the k most probable ids; 0 keeps all.
+  """
+
+  temperature: float = 0.0
+  top_p: float = 1.0
+  top_k: int = 0
+
+  def __post_init__(self):
+    if not self.temperature >= 0:
+      raise UserError(f"temperature={self.temperature} must be >= 0")
+    if not 0 < self.top_p <= 1:
+      raise UserError(f"top_p={self.top_p} must be in (0, 1]")
+    if self.top_k < 0:
+      raise UserError(f"top_k={self.top_k} must be >= 0")
+
+  @property
+  def greedy(self) -> bool:
+    return self.temperature < GREEDY_BELOW
+
+
+def probabilities(logits: Float[Array, "*n V"], sampling: Sampling) -> Float[Array, "*n V"]:
+  """The float32 distribution that is sampled from: temperature, then top-k, then top-p."""
+  scores = logits.astype(jnp.float32) / sampling.temperature
+  if 0 < sampling.top_k < logits.shape[-1]:
+    kth = jax.lax.top_k(scores, sampling.top_k)[0][..., -1:]
+    scores = jnp.where(scores >= kth, scores, -jnp.inf)
+  probs = jax.nn.softmax(scores, axis=-1)
+  if sampling.top_p < 1:
+    ordered = jnp.sort(probs, axis=-1, descending=True)
+    before = jnp.cumsum(ordered, axis=-1) - ordered
+    least = jnp.min(jnp.where(before < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+    kept = jnp.where(probs >= least, probs, 0.0)
+    probs = kept / jnp.sum(kept, axis=-1, keepdims=True)
+  return probs
+
+
+def log_probability(
+    logits: Float[Array, "*n V"], tokens: Int[Array, "*n"]) -> Float[Array, "*n"]:
+  """log softmax of the raw logits (temperature 1, nothing truncated) at the given ids."""
+  at = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0]
+  return at - jax.nn.logsumexp(logits, axis=-1)
+
+
+def draw(weights: Float[Array, "*n V"], u: Float[Array, "*n"]) -> Int[Array, "*n"]:
+  """Samples ids in proportion to non-negative weights by inverting the CDF at u in [0, 1).
+
+  The weights need not sum to one. An id of weight zero is never drawn; the search runs over block
+  sums first, then inside one block, so it costs one pass over V.
+  """
+  V = weights.shape[-1]
+  blocks = -(-V // _BLOCK)
+  padded = jnp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, blocks * _BLOCK - V)])
+  table = padded.reshape(*weights.shape[:-1], blocks, _BLOCK)
+  block, rest = _invert(jnp.sum(table, -1), u)
+  inside = jnp.take_along_axis(table, block[..., None, None], axis=-2)[..., 0, :]
+  within, _ = _invert_at(inside, rest)
+  return (block * _BLOCK + within).astype(jnp.int32)
+
+
+def _invert(weights, u):
+  """Index and the offset inside it, for a uniform number u."""
+  return _invert_at(weights, u * jnp.sum(weights, -1))
+
+
+def _invert_at(weights, level):
+  cdf = jnp.cumsum(weights, -1)
+  # Rounding can put the level at or above the last sum: stay strictly below it.
+  level = jnp.minimum(level, jnp.nextafter(cdf[..., -1], jnp.zeros_like(level)))
+  index = jnp.argmax(cdf > level[..., None], -1)
+  start = jnp.take_along_axis(cdf - weights, index[..., None], -1)[..., 0]
+  return index, jnp.maximum(level - start, 0.0)
+
+
+def row_keys(seed: int | Array, sequence: Int[Array, " B"]) -> Array:
+  """One key per sequence id."""
+  return jax.vmap(lambda i: jax.random.fold_in(jax.random.key(seed), i))(sequence)
+
+
+def round_keys(rows: Array, start: Int[Array, " B"]) -> Array:
+  """One key per row and round, folded from the position at which the round starts."""
+  return jax.vmap(jax.random.fold_in)(rows, start)
+
+
+def uniforms(keys: Array, purpose: int, count: int) -> Float[Array, "B count"]:
+  """One uniform in [0, 1) per row and place of the block, from the stream of one purpose."""
+  def row(key):
+    stream = jax.random.fold_in(key, purpose)
+    return jax.vmap(lambda j: jax.random.uniform(jax.random.fold_in(stream, j)))(jnp.arange(count))
+  return jax.vmap(row)(keys)

@@ -1,0 +1,92 @@
+"""A loaded target: decoder, tokenizer, and where they came from. `load_target` is the way in."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from spec_jax.errors import UserError
+from spec_jax.models.config import DecoderConfig
+from spec_jax.models.decoder import BLOCK_TENSORS, Decoder
+from spec_jax.tokenizer import Tokenizer
+from spec_jax.weights import Checkpoint, open_checkpoint
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+  """The model whose output speculation must not change.
+
+  Attributes:
+    name: as given to `load_target`.
+    config: its decoder config.
+    tokenizer: with the chat template.
+    graph: nnx graph definition of the decoder.
+    params: its parameters; the only copy, shared with drafters that borrow embedding and head.
+    dtype: name of the compute dtype.
+    checkpoint: the files behind it, None for a model made in memory.
+  """
+
+  name: str
+  config: DecoderConfig
+  tokenizer: Tokenizer | None
+  graph: nnx.GraphDef
+  params: Any
+  dtype: str
+  checkpoint: Checkpoint | None = None
+
+  @functools.cached_property
+  def weight_hash(self) -> str:
+    """SHA-256 of the weight files ("" for a model made in memory)."""
+    return "" if self.checkpoint is None else self.checkpoint.weight_hash()
+
+  @property
+  def module(self) -> Decoder:
+    return nnx.merge(self.graph, self.params)
+
+
+def load_target(source: str, dtype: str = "float32") -> Target:
+  """Loads a target.
+
+  Args:
+    source: "demo", a folder in the Hugging Face layout, a .gguf file, or "hf:org/name".
+    dtype: "float32" or "bfloat16"; norms stay float32 in both.
+
+  Raises:
+    UserError: a missing file, an unsupported field or an unknown dtype, by name.
+  """
+  if dtype not in DTYPES:
+    raise UserError(f"dtype={dtype!r} is not supported (only {', '.join(DTYPES)})")
+  checkpoint = open_checkpoint(source)
+
+  def tensor(name: str):
+    value = checkpoint.read(name)
+    return jnp.asarray(value, jnp.float32 if value.ndim == 1 else DTYPES[dtype])
+
+  divisors = checkpoint.read("rope_freqs") if "rope_freqs" in checkpoint.names() else None
+  module = Decoder(checkpoint.config, tensor, divisors)
+  return from_module(
+      module, name=source, tokenizer=checkpoint.tokenizer(), dtype=dtype, checkpoint=checkpoint)
+
+
+def from_module(
+    module: Decoder, *, name: str = "memory", tokenizer: Tokenizer | None = None,
+    dtype: str = "float32", checkpoint: Checkpoint | None = None) -> Target:
+  """Wraps a decoder that is already in memory."""
+  graph, params = nnx.split(module)
+  return Target(name, module.config, tokenizer, graph, params, dtype, checkpoint)
+
+
+def canonical_tensors(target: Target) -> dict[str, np.ndarray]:
+  """The target's tensors by canonical name (arrays as loaded, not copied)."""
+  module = target.module
+  tensors = {"embed": module.embed[...], "final_norm": module.stack.final_norm[...]}
+  if not module.config.tie_embeddings:
+    tensors["head"] = module.head[...]
+  for i, block in enumerate(module.stack.layers):
+    tensors |= {f"layers.{i}.{name}": getattr(block, name)[...] for name in BLOCK_TENSORS}
+  return tensors
