@@ -275,7 +275,7 @@ def run(cfg: Any, workdir: Path) -> Path:
   if opened.complete:
     print(f"{STAGE}: {opened.counts.get('prompts', '?')} prompts, reused")
     return folder
-  evaluation, eval_file = evaluation_set(options)
+  evaluation, eval_duplicates, eval_file = evaluation_set(options)
   prompts, counts = training_set(options, evaluation, target)
   for file in filter(None, (counts.pop("file"), eval_file)):
     if file.dropped:
@@ -287,23 +287,25 @@ def run(cfg: Any, workdir: Path) -> Path:
     "categories": _by_category(prompts),
     "eval": len(evaluation),
     "eval_categories": _by_category(evaluation),
+    "eval_duplicates": eval_duplicates,
     "eval_dropped": eval_file.counts() if eval_file else {},
   }
   print(
     f"{STAGE}: kept {len(prompts)} ({_listing(counts['categories'])}); dropped "
     f"{sum(counts['dropped'].values())} bad lines, {counts['duplicates']} duplicates, "
     f"{counts['overlaps']} that share {options.overlap_words} words with an evaluation prompt\n"
-    f"{STAGE}: {len(evaluation)} for evaluation ({_listing(counts['eval_categories'])})"
+    f"{STAGE}: {len(evaluation)} for evaluation ({_listing(counts['eval_categories'])}); dropped "
+    f"{sum(counts['eval_dropped'].values())} bad lines, {eval_duplicates} duplicates"
   )
   manifest.finish(folder, opened, counts)
   return folder
 
 
-def evaluation_set(options: Any) -> tuple[list[dict], PromptFile | None]:
+def evaluation_set(options: Any) -> tuple[list[dict], int, PromptFile | None]:
   """The evaluation prompts, without duplicates, cut to `eval_per_category` in each category.
 
   Returns:
-    The prompts, and what was read when they come from a file.
+    The prompts, how many duplicates were left out, and what was read when there is a file.
   """
   file = None
   prompts = evaluation_prompts()
@@ -312,11 +314,12 @@ def evaluation_set(options: Any) -> tuple[list[dict], PromptFile | None]:
     prompts = file.prompts
   seen: Counter[str] = Counter()
   kept = []
-  for prompt in deduplicate(prompts):
+  unique = deduplicate(prompts)
+  for prompt in unique:
     seen[prompt["category"]] += 1
     if not options.eval_per_category or seen[prompt["category"]] <= options.eval_per_category:
       kept.append(prompt)
-  return kept, file
+  return kept, len(prompts) - len(unique), file
 
 
 def training_set(
@@ -382,7 +385,8 @@ def _written_by(target: Any, options: Any) -> list[dict]:
       options.seed,
       top_p=options.self_written_top_p,
       system=options.system,
-      on_row=lambda tokens: bar.advance(1, amount=tokens),
+      # Texts that are of no use are asked for again, so more end than are wanted.
+      on_row=lambda tokens: bar.advance(int(bar.done < bar.total), amount=tokens),
     )
 
 

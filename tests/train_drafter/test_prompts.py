@@ -462,7 +462,7 @@ def test_stage_reads_files_drops_duplicates_and_overlaps(tmp_path, capsys):
   folder = run(tmp_path / "w", path=str(train), eval_path=str(evaluation), count=15)
   counts = Manifest.load(folder).counts
   assert counts["prompts"] == 15 == len(lines(folder / "prompts.jsonl"))
-  assert counts["eval"] == 1
+  assert (counts["eval"], counts["eval_duplicates"]) == (1, 1)
   assert (counts["duplicates"], counts["overlaps"]) == (1, 1)
   assert counts["dropped"] == {"broken JSON": 1}
   assert secret not in (folder / "prompts.jsonl").read_text()
