@@ -61,6 +61,7 @@ class State:
     length: [B] committed tokens.
     prompt: [B] tokens of them that are the prompt.
     budget: [B] tokens the row may emit in all.
+    temperature: [B] sampling temperature; below sampling.GREEDY_BELOW is greedy.
     reason: [B] RUNNING, or why the row ended.
     keys: [B] one random key per row, folded from the sequence id.
     logprobs: [B, M + W] log probability of each emitted token under the raw target logits.
@@ -75,6 +76,7 @@ class State:
   length: Int[Array, " B"]
   prompt: Int[Array, " B"]
   budget: Int[Array, " B"]
+  temperature: Float[Array, " B"]
   reason: Int[Array, " B"]
   keys: Array
   logprobs: Float[Array, "B E"]
@@ -105,7 +107,7 @@ def init_state(program: Program, params: Any, rows: int, capacity: int, max_new:
   return State(
       tokens=jnp.full((rows, capacity), program.pad_id, jnp.int32),
       length=ints(rows) + 1, prompt=ints(rows) + 1, budget=ints(rows),
-      reason=ints(rows) + LENGTH,
+      temperature=jnp.zeros(rows, jnp.float32), reason=ints(rows) + LENGTH,
       keys=sampling_lib.row_keys(0, ints(rows)),
       logprobs=jnp.zeros((rows, max_new + W), jnp.float32),
       hidden=jnp.zeros((rows, kept, target.config.hidden_size), dtype),
@@ -123,6 +125,7 @@ def insert(
     tokens: Int[Array, "R P"],
     lengths: Int[Array, " R"],
     budgets: Int[Array, " R"],
+    temperatures: Float[Array, " R"],
     sequence: Int[Array, " R"],
     seed: Int[Array, ""],
     places: Int[Array, " R"],
@@ -143,7 +146,8 @@ def insert(
   logits = target.logits(last)
   keys = sampling_lib.row_keys(seed, sequence)
   nothing = Proposal(jnp.zeros((R, 0), jnp.int32), None)
-  first = _verdict(program, logits, nothing, sampling_lib.round_keys(keys, lengths), 0).next_token
+  first = _verdict(
+      program, logits, nothing, sampling_lib.round_keys(keys, lengths), 0, temperatures).next_token
 
   put = lambda big, small: big.at[places].set(small.astype(big.dtype), mode="drop")
   row = jnp.full((R, state.tokens.shape[1]), program.pad_id, jnp.int32).at[:, :P].set(
@@ -166,6 +170,7 @@ def insert(
       state,
       tokens=put(state.tokens, row), length=put(state.length, lengths + 1),
       prompt=put(state.prompt, lengths), budget=put(state.budget, budgets),
+      temperature=put(state.temperature, temperatures),
       reason=put(state.reason, ended), keys=state.keys.at[places].set(keys, mode="drop"),
       logprobs=put(state.logprobs, logprobs), hidden=hidden,
       proposed=put(state.proposed, zeros), accepted=put(state.accepted, zeros),
@@ -223,7 +228,7 @@ def one_round(program: Program, params: Any, state: State, force_reject: Array) 
   out = target.hidden(
       block, positions, state.cache, taps=() if drafter is None else drafter.taps)
   logits = target.logits(out.hidden)
-  verdict = _verdict(program, logits, proposal, keys, limit)
+  verdict = _verdict(program, logits, proposal, keys, limit, state.temperature)
 
   if drafter is not None and drafter.observes_rounds:
     valid = jnp.arange(K + 1) <= verdict.accepted[:, None]
@@ -276,13 +281,15 @@ def _commit(program, state, proposal, verdict, logits, hidden, limit) -> State:
 def _propose(program, drafter, target, state, keys):
   if drafter is None:
     return Proposal(jnp.zeros((state.length.shape[0], 0), jnp.int32), None), state.draft
-  context = Context(state.tokens, state.length, keys)
+  context = Context(state.tokens, state.length, keys, state.temperature)
   return drafter.propose(state.draft, context, program.draft_len, program.sampling, target)
 
 
-def _verdict(program, logits, proposal, keys, limit):
+def _verdict(program, logits, proposal, keys, limit, temperature):
   rule = verify.RULES[program.rule]
-  rows = logits if rule.on_logits else sampling_lib.probabilities(logits, program.sampling)
+  rows = logits
+  if not rule.on_logits:
+    rows = sampling_lib.probabilities(logits, program.sampling, temperature)
   return rule.apply(rows, proposal, keys, jnp.broadcast_to(limit, logits.shape[:1]))
 
 

@@ -5,7 +5,6 @@ number. Within a bucket rows that finish are refilled from the queue between chu
 """
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -69,7 +68,7 @@ def generate(
     prompts: Sequence[Prompt],
     *,
     draft_len: int = 5,
-    temperature: float = 0.0,
+    temperature: float | Sequence[float] = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
     rule: str | None = None,
@@ -92,7 +91,7 @@ def generate(
     drafter: from `load_drafter`, or None.
     prompts: strings (encoded as they are), chats (lists of {"role", "content"}), or id lists.
     draft_len: K, static; ignored without a drafter.
-    temperature: 0 is greedy.
+    temperature: 0 is greedy; one for all or one per prompt.
     top_p: nucleus mass.
     top_k: 0 for all.
     rule: "greedy" or "ratio"; by default what the temperature asks for.
@@ -111,25 +110,14 @@ def generate(
   Raises:
     UserError: an empty prompt, a prompt that does not fit, or a setting out of range.
   """
+  run = Run(
+      target, drafter, prompts, draft_len=draft_len, temperature=temperature, top_p=top_p,
+      top_k=top_k, rule=rule, max_new_tokens=max_new_tokens, stop=stop, seed=seed,
+      batch_size=batch_size, max_length=max_length, force_reject=force_reject, eos_ids=eos_ids,
+      sequence_ids=sequence_ids, keep_hidden=keep_hidden, template_args=template_args)
   started = time.perf_counter()
-  settings = Sampling(float(temperature), float(top_p), int(top_k))
-  ids = [encode_prompt(target, p, i, template_args) for i, p in enumerate(prompts)]
-  budgets = _budgets(max_new_tokens, len(ids))
-  limit = max_length or target.config.max_position
-  for i, row in enumerate(ids):
-    if len(row) > limit:
-      raise UserError(f"prompt {i} has {len(row)} tokens and the context holds {limit}")
-  budgets = [min(b, limit - len(row) + 1) for b, row in zip(budgets, ids, strict=True)]
-  if drafter is not None and draft_len < 1:
-    raise UserError(f"draft_len={draft_len} must be at least 1")
-  run = _Run(
-      target, drafter,
-      _program(target, drafter, draft_len if drafter is not None else 0, settings, rule,
-               eos_ids, keep_hidden),
-      stop=tuple(stop), seed=seed, force_reject=force_reject, batch_size=batch_size,
-      max_new=max(budgets, default=1), sequence=sequence_ids or range(len(ids)))
-  rows: list[Finished | None] = [None] * len(ids)
-  for row in run.all(ids, budgets):
+  rows: list[Finished | None] = [None] * len(prompts)
+  for row in run.all():
     rows[row.index] = row
     if on_finish is not None:
       on_finish(row)
@@ -189,53 +177,65 @@ def stop_cut(text: Callable[[list[int]], str], tokens: list[int], stop: Sequence
   return low
 
 
-@functools.lru_cache(maxsize=64)
-def _program_of(graphs, *static) -> decode.Program:
-  return decode.Program(*graphs, *static)
+class Run:
+  """One decode of many prompts: the queue, the batch and what is looked at between chunks.
 
-
-def _program(target, drafter, draft_len, settings, rule, eos_ids, keep_hidden) -> decode.Program:
-  rule = rule or ("greedy" if settings.greedy else "ratio")
-  eos = target.config.eos_ids if eos_ids is None else tuple(eos_ids)
-  pad = target.config.pad_id if target.config.pad_id >= 0 else 0
-  graphs = (target.graph, None if drafter is None else drafter.graph)
-  return _program_of(
-      graphs, draft_len, settings, verify.choose(rule, settings).name, eos, pad, keep_hidden)
-
-
-def _budgets(max_new_tokens, count: int) -> list[int]:
-  budgets = (
-      [int(max_new_tokens)] * count if isinstance(max_new_tokens, int | np.integer)
-      else [int(b) for b in max_new_tokens])
-  if len(budgets) != count:
-    raise UserError(f"max_new_tokens has {len(budgets)} entries for {count} prompts")
-  if any(b < 1 for b in budgets):
-    raise UserError(f"max_new_tokens={min(budgets)} must be at least 1")
-  return budgets
-
-
-class _Run:
-  """One call of `generate`: the queue, the batch and what is looked at between chunks."""
+  `generate` drains it; a caller that wants rows as they end, or wants to stop early, iterates over
+  `all()` or over `bucket()` itself. The arguments are those of `generate`.
+  """
 
   def __init__(
-      self, target, drafter, program, *, stop, seed, force_reject, batch_size, max_new, sequence):
-    self.target, self.program, self.stop = target, program, stop
+      self, target, drafter, prompts, *, draft_len, temperature=0.0, top_p=1.0, top_k=0, rule=None,
+      max_new_tokens=64, stop=(), seed=0, batch_size=8, max_length=None, force_reject=False,
+      eos_ids=None, sequence_ids=None, keep_hidden=False, template_args=None):
+    count = len(prompts)
+    self.target, self.stop = target, tuple(stop)
+    self.ids = [encode_prompt(target, p, i, template_args) for i, p in enumerate(prompts)]
+    limit = max_length or target.config.max_position
+    for i, row in enumerate(self.ids):
+      if len(row) > limit:
+        raise UserError(f"prompt {i} has {len(row)} tokens and the context holds {limit}")
+    budgets = _per_prompt("max_new_tokens", max_new_tokens, count)
+    if any(b < 1 for b in budgets):
+      raise UserError(f"max_new_tokens={min(budgets)} must be at least 1")
+    if drafter is not None and draft_len < 1:
+      raise UserError(f"draft_len={draft_len} must be at least 1")
+    if batch_size < 1:
+      raise UserError(f"batch_size={batch_size} must be at least 1")
+    # The last token of a row needs no place in the cache, hence the + 1.
+    self.budgets = [
+        int(min(b, limit - len(row) + 1)) for b, row in zip(budgets, self.ids, strict=True)]
+    self.temperatures = _per_prompt("temperature", temperature, count)
+    coldest, warmest = min(self.temperatures, default=0.0), max(self.temperatures, default=0.0)
+    chosen = verify.choose(rule, coldest, warmest)
+    settings = Sampling(chosen.name == "greedy", float(top_p), int(top_k))
+    eos = target.config.eos_ids if eos_ids is None else tuple(eos_ids)
+    pad = target.config.pad_id if target.config.pad_id >= 0 else 0
+    self.program = decode.Program(
+        target.graph, None if drafter is None else drafter.graph,
+        0 if drafter is None else draft_len, settings, chosen.name, eos, pad, keep_hidden)
     self.params = (target.params, None if drafter is None else drafter.params)
     self.seed = jnp.asarray(seed, jnp.int32)
     self.force_reject = jnp.asarray(force_reject)
-    self.batch_size, self.max_new, self.sequence = batch_size, max_new, sequence
+    self.batch_size = batch_size
+    self.max_new = max(self.budgets, default=1)
+    self.sequence = list(range(count) if sequence_ids is None else sequence_ids)
     self.seconds = {"prefill": 0.0, "decode": 0.0}
 
-  def all(self, ids: list[list[int]], budgets: list[int]) -> Iterator[Finished]:
-    """Every prompt, bucket by bucket."""
+  def buckets(self) -> dict[int, list[int]]:
+    """Prompt indices by bucket, the small buckets first."""
     groups: dict[int, list[int]] = {}
-    for i, row in enumerate(ids):
+    for i, row in enumerate(self.ids):
       groups.setdefault(bucket(len(row)), []).append(i)
-    for size, members in sorted(groups.items()):
-      yield from self.bucket(size, members, ids, budgets)
+    return dict(sorted(groups.items()))
 
-  def bucket(self, size, members, ids, budgets) -> Iterator[Finished]:
-    """The prompts of one bucket through one batch, refilled as rows end."""
+  def all(self) -> Iterator[Finished]:
+    """Every prompt, bucket by bucket."""
+    for size, members in self.buckets().items():
+      yield from self.bucket(size, members)
+
+  def bucket(self, size: int, members: Sequence[int]) -> Iterator[Finished]:
+    """The prompts `members` of one bucket through one batch, refilled as rows end."""
     B = min(self.batch_size, len(members))
     R = min(B, 8)
     capacity = size + self.max_new + self.program.draft_len + 1
@@ -246,36 +246,36 @@ class _Run:
     while queue or any(i >= 0 for i in held):
       free = [b for b in range(B) if held[b] < 0]
       while queue and free:
-        places = free[:R]
+        state = self._fill(state, size, free[:R], queue, held, R)
         free = free[R:]
-        state = self._fill(state, size, places, queue, held, ids, budgets, R)
       ending = refill if queue else jnp.asarray(B + 1, jnp.int32)
       clock = time.perf_counter()
       state = decode.chunk(
           self.program, self.params, state, rounds, ending, self.force_reject)
-      state, rows = self._harvest(state, held, ids)
+      state, rows = self._harvest(state, held)
       self.seconds["decode"] += time.perf_counter() - clock
       yield from rows
 
-  def _fill(self, state, size, places, queue, held, ids, budgets, R):
+  def _fill(self, state, size, places, queue, held, R):
     clock = time.perf_counter()
     tokens = np.full((R, size), self.program.pad_id, np.int32)
-    lengths, allowed = np.ones(R, np.int32), np.ones(R, np.int32)
-    sequence, at = np.zeros(R, np.int32), np.full(R, len(held), np.int32)
+    lengths, allowed, sequence = (np.ones(R, np.int32) for _ in range(3))
+    at, heat = np.full(R, len(held), np.int32), np.zeros(R, np.float32)
     for r, place in enumerate(places):
       if not queue:
         break
       i = queue.pop()
       held[place] = i
-      tokens[r, :len(ids[i])] = ids[i]
-      lengths[r], allowed[r], sequence[r], at[r] = len(ids[i]), budgets[i], self.sequence[i], place
+      tokens[r, :len(self.ids[i])] = self.ids[i]
+      lengths[r], allowed[r], at[r] = len(self.ids[i]), self.budgets[i], place
+      sequence[r], heat[r] = self.sequence[i], self.temperatures[i]
     state = decode.insert(
-        self.program, self.params, state, tokens, lengths, allowed, sequence, self.seed, at)
+        self.program, self.params, state, tokens, lengths, allowed, heat, sequence, self.seed, at)
     state.reason.block_until_ready()
     self.seconds["prefill"] += time.perf_counter() - clock
     return state
 
-  def _harvest(self, state, held, ids):
+  def _harvest(self, state, held):
     """Rows that have ended, by the device or by a stop string; frees their places."""
     reason = np.array(state.reason)
     ended = {b: 0 for b in range(len(held)) if held[b] >= 0 and reason[b] != decode.RUNNING}
@@ -284,8 +284,8 @@ class _Run:
       for b, i in enumerate(held):
         if i < 0:
           continue
-        cut = stop_cut(
-            self.target.tokenizer.decode, tokens[b, len(ids[i]):length[b]].tolist(), self.stop)
+        answer = tokens[b, len(self.ids[i]):length[b]].tolist()
+        cut = stop_cut(self.target.tokenizer.decode, answer, self.stop)
         if cut >= 0:
           ended[b] = cut
           reason[b] = decode.STOP
@@ -297,10 +297,18 @@ class _Run:
     rows = []
     for b, cut in ended.items():
       hidden = np.asarray(state.hidden[b]) if self.program.keep_hidden else None
-      rows.append(_finished(held[b], {k: v[b] for k, v in small.items()}, int(reason[b]), cut,
-                            hidden))
+      row = {k: v[b] for k, v in small.items()}
+      rows.append(_finished(held[b], row, int(reason[b]), cut, hidden))
       held[b] = -1
     return state, rows
+
+
+def _per_prompt(name: str, value, count: int) -> list:
+  """One value for all prompts, or one for each."""
+  values = list(value) if isinstance(value, Sequence | np.ndarray) else [value] * count
+  if len(values) != count:
+    raise UserError(f"{name} has {len(values)} entries for {count} prompts")
+  return values
 
 
 def _finished(index: int, row: dict[str, Any], reason: int, cut: int, hidden) -> Finished:

@@ -23,34 +23,36 @@ _BLOCK = 256  # width of the second level of the inverse-CDF search
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """Sampling settings; static under `jit`.
+  """The static part of the sampling settings; the temperature is an array, one per row.
 
   Attributes:
-    temperature: divides the logits; below GREEDY_BELOW the argmax is taken.
+    greedy: every row has a temperature below GREEDY_BELOW; logits are not turned into
+      probabilities at all.
     top_p: keep the smallest set of most probable ids whose mass reaches top_p (after temperature).
     top_k: keep the k most probable ids; 0 keeps all.
   """
 
-  temperature: float = 0.0
+  greedy: bool = True
   top_p: float = 1.0
   top_k: int = 0
 
   def __post_init__(self):
-    if not self.temperature >= 0:
-      raise UserError(f"temperature={self.temperature} must be >= 0")
     if not 0 < self.top_p <= 1:
       raise UserError(f"top_p={self.top_p} must be in (0, 1]")
     if self.top_k < 0:
       raise UserError(f"top_k={self.top_k} must be >= 0")
 
-  @property
-  def greedy(self) -> bool:
-    return self.temperature < GREEDY_BELOW
 
+def probabilities(
+    logits: Float[Array, "B *n V"], sampling: Sampling, temperature: Float[Array, " B"],
+) -> Float[Array, "B *n V"]:
+  """The float32 distribution that is sampled from: temperature, then top-k, then top-p.
 
-def probabilities(logits: Float[Array, "*n V"], sampling: Sampling) -> Float[Array, "*n V"]:
-  """The float32 distribution that is sampled from: temperature, then top-k, then top-p."""
-  scores = logits.astype(jnp.float32) / sampling.temperature
+  A row whose temperature is below GREEDY_BELOW gets the one-hot of its argmax (lowest id on ties).
+  """
+  warm = temperature.reshape(-1, *[1] * (logits.ndim - 1))
+  cold = warm < GREEDY_BELOW
+  scores = logits.astype(jnp.float32) / jnp.where(cold, 1.0, warm)
   if 0 < sampling.top_k < logits.shape[-1]:
     kth = jax.lax.top_k(scores, sampling.top_k)[0][..., -1:]
     scores = jnp.where(scores >= kth, scores, -jnp.inf)
@@ -61,7 +63,8 @@ def probabilities(logits: Float[Array, "*n V"], sampling: Sampling) -> Float[Arr
     least = jnp.min(jnp.where(before < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
     kept = jnp.where(probs >= least, probs, 0.0)
     probs = kept / jnp.sum(kept, axis=-1, keepdims=True)
-  return probs
+  best = jnp.argmax(logits, -1, keepdims=True)
+  return jnp.where(cold, (jnp.arange(logits.shape[-1]) == best).astype(jnp.float32), probs)
 
 
 def log_probability(

@@ -55,11 +55,13 @@ class Context:
     tokens: [B, S] committed ids, row b valid below length[b].
     length: [B] committed tokens; the last of them is not yet in the target's cache.
     keys: [B] one key per row for the draws of this round (sequence and round folded in).
+    temperature: [B] sampling temperature of each row.
   """
 
   tokens: Int[Array, "B S"]
   length: Int[Array, " B"]
   keys: jax.Array
+  temperature: Float[Array, " B"]
 
 
 @pytree

@@ -101,16 +101,21 @@ RULES = {
 }
 
 
-def choose(name: str, settings: sampling.Sampling) -> Rule:
-  """The rule that runs: `name`, except that a temperature of zero is `greedy` everywhere.
+def choose(name: str | None, coldest: float, warmest: float) -> Rule:
+  """The rule that runs for rows of these temperatures.
+
+  All of them at zero (below sampling.GREEDY_BELOW) is `greedy` everywhere, whatever the name; None
+  is `greedy` or `ratio`, as the temperatures ask for.
 
   Raises:
-    UserError: unknown name, or `greedy` at a temperature above zero.
+    UserError: an unknown name, a negative temperature, or `greedy` above temperature zero.
   """
-  if name not in RULES:
+  if name is not None and name not in RULES:
     raise UserError(f"rule={name!r} is unknown (known: {', '.join(RULES)})")
-  if settings.greedy:
+  if not coldest >= 0:
+    raise UserError(f"temperature={coldest} must be >= 0")
+  if warmest < sampling.GREEDY_BELOW:
     return RULES["greedy"]
   if name == "greedy":
-    raise UserError(f"rule='greedy' needs temperature=0, got temperature={settings.temperature}")
-  return RULES[name]
+    raise UserError(f"rule='greedy' needs temperature=0, got temperature={warmest}")
+  return RULES[name or "ratio"]

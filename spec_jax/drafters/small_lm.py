@@ -83,13 +83,13 @@ class SmallLM(nnx.Module):
     tokens = jnp.take_along_axis(context.tokens, two, 1)
     logits, state = self._pass(state, tokens, two, target)
     u = sampling_lib.uniforms(context.keys, sampling_lib.DRAFT, draft_len)
-    first, probs = self._pick(logits, u[:, 0], sampling)
+    first, probs = self._pick(logits, u[:, 0], sampling, context.temperature)
 
     def step(carry, inputs):
       state, token = carry
       offset, u = inputs
       logits, state = self._pass(state, token[:, None], (length + offset)[:, None], target)
-      token, probs = self._pick(logits, u, sampling)
+      token, probs = self._pick(logits, u, sampling, context.temperature)
       return (state, token), (token, probs)
 
     (state, _), (rest, rest_probs) = jax.lax.scan(
@@ -123,11 +123,11 @@ class SmallLM(nnx.Module):
       logits = jnp.where(jnp.arange(logits.shape[-1]) < real, logits, -jnp.inf)
     return logits, out.cache
 
-  def _pick(self, logits, u, sampling: Sampling):
+  def _pick(self, logits, u, sampling: Sampling, temperature):
     """A token per row and the full-vocabulary q it came from (None under greedy)."""
     if sampling.greedy:
       return self._full_id(jnp.argmax(logits, -1).astype(jnp.int32)), None
-    probs = sampling_lib.probabilities(logits, sampling)
+    probs = sampling_lib.probabilities(logits, sampling, temperature)
     return self._full_id(sampling_lib.draw(probs, u)), self._full_probs(probs)
 
   def _full_id(self, place):

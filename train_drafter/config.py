@@ -1,0 +1,212 @@
+"""The configuration of a run: plain dataclasses, overridden as --config.train.lr=3e-4.
+
+Overrides apply after `get_config`, so what depends on other fields is set in `finalize` and every
+check stands in `validate`; both run before any work. Fields are scalars or tuples, with sentinels
+(0, "", -1) in place of None. No `from __future__ import annotations`: it breaks the flag parser.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from spec_jax.errors import UserError
+
+
+@dataclass
+class TargetConfig:
+  """The model that is sped up."""
+
+  source: str = "demo"  # demo, a Hugging Face folder, a .gguf file, or hf:org/name
+  dtype: str = "bfloat16"  # of generation and of the teacher: float32 or bfloat16
+
+
+@dataclass
+class PromptsConfig:
+  """What the target will answer, and what it is measured with."""
+
+  path: str = ""  # JSONL files (a path, a folder, or a comma-separated list); "" for the templates
+  count: int = 600  # training prompts
+  mix: tuple[str, ...] = ()  # category weights such as "structured=2"; () for equal shares
+  self_written: int = 0  # prompts the target writes itself, besides the others
+  self_written_top_p: float = 0.95
+  eval_path: str = ""  # JSONL; "" for the embedded evaluation prompts
+  eval_per_category: int = 0  # 0 for all
+  seed: int = 0
+  max_dropped_share: float = 0.1  # of unusable lines in a data file
+  overlap_words: int = 13  # a training prompt that shares so many words in a row is dropped
+  system: str = ""  # system text for prompts without one
+
+
+@dataclass
+class GenerateConfig:
+  """How the target answers the training prompts."""
+
+  temperatures: tuple[float, ...] = (0.0, 1.0)  # prompts take them in turn
+  answers: int = 1  # answers to each prompt, at successive temperatures
+  top_p: float = 1.0
+  top_k: int = 0
+  max_new_tokens: int = 128
+  max_prompt_tokens: int = 384  # longer prompts are dropped and counted
+  batch_size: int = 64
+  budget_s: float = 0.0  # stop after so many seconds and go on with what there is; 0 for no limit
+  seed: int = 0
+  template_args: tuple[str, ...] = ()  # of the chat template, such as "enable_thinking=false"
+
+
+@dataclass
+class DrafterConfig:
+  """What is trained."""
+
+  kind: str = "small_lm"
+  init_layers: tuple[int, ...] = (0, 29)  # target layers it starts from, 0-based
+  init: str = "target"  # target (copies of init_layers) or random
+  draft_vocab: int = 16384  # most frequent ids it can propose; 0 for all
+
+
+@dataclass
+class TrainConfig:
+  """How it is trained."""
+
+  loss: str = "fkl"
+  steps: int = 0  # 0: as many as fit into budget_s, measured at the start
+  budget_s: float = 480.0  # also the hard limit of the stage; 0 for no limit
+  batch_rows: int = 4
+  seq_len: int = 512
+  lr: float = 1e-3
+  warmup: float = 0.03  # share of the steps
+  final_lr: float = 0.05  # of lr, at the end of the cosine
+  weight_decay: float = 0.0
+  beta2: float = 0.95
+  clip: float = 1.0  # global norm; 0 for none
+  max_bad_steps: int = 20  # non-finite steps in a row (each skipped and counted) before it stops
+  dtype: str = "bfloat16"  # of the matmuls; master weights are float32
+  teacher_temperature: float = 1.0
+  chunk: int = 512  # supervised positions scored at once
+  validation: int = 32  # answers held out of training
+  eval_every: int = 0  # steps; 0 for a tenth of the run
+  keep: int = 2  # newest checkpoints that stay, besides the best
+  seed: int = 0
+  profile: bool = False
+
+
+@dataclass
+class EvaluateConfig:
+  """How it is measured: real speculative decoding of the evaluation prompts."""
+
+  draft_len: int = 5
+  temperatures: tuple[float, ...] = (0.0, 1.0)
+  rule: str = "ratio"  # at temperatures above zero; at zero it is greedy
+  dtype: str = "float32"  # of the acceptance runs
+  drafter_dtype: str = "float32"
+  speed_dtypes: tuple[str, ...] = ("float32", "bfloat16")
+  max_new_tokens: int = 128
+  batch_size: int = 16
+  speed_prompts: int = 18  # timed one by one, plain and speculative interleaved; 0 for all
+  ngram: str = "ngram:3-1"
+  seed: int = 0
+
+
+@dataclass
+class ExportConfig:
+  """What is written for other programs."""
+
+  prompts: int = 4  # golden cases in acceptance.json
+
+
+@dataclass
+class Config:
+  """A whole run."""
+
+  target: TargetConfig = field(default_factory=TargetConfig)
+  prompts: PromptsConfig = field(default_factory=PromptsConfig)
+  generate: GenerateConfig = field(default_factory=GenerateConfig)
+  drafter: DrafterConfig = field(default_factory=DrafterConfig)
+  train: TrainConfig = field(default_factory=TrainConfig)
+  evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+  export: ExportConfig = field(default_factory=ExportConfig)
+
+
+def finalize(cfg: Config) -> None:
+  """Sets what depends on other fields (nothing so far is derived before the target is known)."""
+  del cfg
+
+
+_DTYPES = ("float32", "bfloat16")
+_AT_LEAST = {  # field -> smallest value allowed
+    "prompts.count": 0, "prompts.self_written": 0, "prompts.eval_per_category": 0,
+    "prompts.overlap_words": 1,
+    "generate.answers": 1, "generate.max_new_tokens": 1, "generate.max_prompt_tokens": 1,
+    "generate.batch_size": 1, "generate.budget_s": 0, "generate.top_k": 0,
+    "drafter.draft_vocab": 0,
+    "train.steps": 0, "train.budget_s": 0, "train.batch_rows": 1, "train.seq_len": 8,
+    "train.lr": 0, "train.clip": 0, "train.max_bad_steps": 1, "train.chunk": 1,
+    "train.validation": 1, "train.eval_every": 0, "train.keep": 1, "train.weight_decay": 0,
+    "evaluate.draft_len": 1, "evaluate.max_new_tokens": 1, "evaluate.batch_size": 1,
+    "evaluate.speed_prompts": 0, "export.prompts": 1}
+_ONE_OF = {
+    "target.dtype": _DTYPES, "train.dtype": _DTYPES, "evaluate.dtype": _DTYPES,
+    "evaluate.drafter_dtype": _DTYPES, "drafter.kind": ("small_lm",), "train.loss": ("fkl",),
+    "drafter.init": ("target", "random"), "evaluate.rule": ("ratio",)}
+_SHARES = {  # field -> zero allowed
+    "prompts.max_dropped_share": True, "prompts.self_written_top_p": False,
+    "generate.top_p": False, "train.warmup": True, "train.final_lr": True, "train.beta2": False}
+
+
+def validate(cfg: Config) -> None:
+  """Checks every field before any work.
+
+  Raises:
+    UserError: names the field and its value.
+  """
+  for name, least in _AT_LEAST.items():
+    if not _get(cfg, name) >= least:
+      raise UserError(f"{name}={_get(cfg, name)} must be at least {least}")
+  for name, known in _ONE_OF.items():
+    if _get(cfg, name) not in known:
+      raise UserError(f"{name}={_get(cfg, name)!r} must be one of {', '.join(known)}")
+  for name, zero in _SHARES.items():
+    value = _get(cfg, name)
+    if not (0 <= value <= 1 and (zero or value > 0)):
+      raise UserError(f"{name}={value} must be in {'[' if zero else '('}0, 1]")
+  for name in ("generate.temperatures", "evaluate.temperatures"):
+    if not _get(cfg, name) or min(_get(cfg, name)) < 0:
+      raise UserError(f"{name}={_get(cfg, name)} must hold temperatures >= 0")
+  if not set(cfg.evaluate.speed_dtypes) <= set(_DTYPES):
+    raise UserError(
+        f"evaluate.speed_dtypes={cfg.evaluate.speed_dtypes} must be among {', '.join(_DTYPES)}")
+  if not cfg.drafter.init_layers:
+    raise UserError("drafter.init_layers=() must name at least one target layer")
+  if not cfg.train.teacher_temperature > 0:
+    raise UserError(f"train.teacher_temperature={cfg.train.teacher_temperature} must be > 0")
+  if not cfg.train.steps and not cfg.train.budget_s:
+    raise UserError("train.steps=0 needs train.budget_s > 0: steps are measured to fit into it")
+  template_args(cfg)
+
+
+def template_args(cfg: Config) -> dict[str, bool | int | str]:
+  """The chat-template arguments of generate.template_args as a dict.
+
+  Raises:
+    UserError: an entry is not of the form name=value.
+  """
+  words = {"true": True, "false": False}
+  args = {}
+  for entry in cfg.generate.template_args:
+    name, equals, value = entry.partition("=")
+    if not name or not equals:
+      raise UserError(f"generate.template_args: {entry!r} is not of the form name=value")
+    args[name] = words.get(value.lower(), int(value) if value.isdigit() else value)
+  return args
+
+
+def part(cfg: Config, *names: str, without: tuple[str, ...] = ()) -> dict:
+  """The named sections as nested dicts, for a manifest; `without` lists "section.field" left out."""
+  out = {name: dataclasses.asdict(getattr(cfg, name)) for name in names}
+  for entry in without:
+    section, name = entry.split(".")
+    out[section].pop(name)
+  return out
+
+
+def _get(cfg, name: str):
+  section, attribute = name.split(".")
+  return getattr(getattr(cfg, section), attribute)

@@ -1,0 +1,183 @@
+"""The generate stage: the target answers the training prompts.
+
+Reads `prompts/prompts.jsonl`; writes `generate/part-NNNNN.npz` with the token ids, the length of
+each prompt, and the target's final hidden state behind every answered token (the teacher: its
+logits are the head times that state), and `responses.jsonl` with the text. A part is written in one
+piece; a stage that was stopped goes on with the prompts that no part holds.
+"""
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+import spec_jax
+from spec_jax.generate import Finished, Run, encode_prompt
+from spec_jax.target import Target
+from train_drafter import config as config_lib
+from train_drafter import manifest
+from train_drafter.config import Config
+from train_drafter.progress import Bar
+
+STAGE = "generate"
+_PART_ROWS = 64
+# What a token of a prompt costs beside a token of an answer, to share out a time budget.
+_PREFILL_COST = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+  """One answered prompt.
+
+  Attributes:
+    job: index of prompt and answer.
+    tokens: [n] prompt and answer.
+    prompt_len: tokens of the prompt.
+    hidden: [n - prompt_len, D] bfloat16 state, after the final norm, behind each answered token.
+    temperature: it was sampled at.
+  """
+
+  job: int
+  tokens: np.ndarray
+  prompt_len: int
+  hidden: np.ndarray
+  temperature: float
+
+
+def target_id(target: Target) -> manifest.TargetId:
+  """What the manifests record of a target."""
+  return manifest.TargetId(
+      target.name, target.weight_hash, target.tokenizer.hash(), target.tokenizer.template_hash())
+
+
+def read_jsonl(path: Path) -> list[dict]:
+  """The objects of a file that this project wrote."""
+  with open(path, encoding="utf-8") as file:
+    return [json.loads(line) for line in file]
+
+
+def run(cfg: Config, workdir: Path) -> Path:
+  """Writes `workdir`/generate; goes on where a stopped run was; reuses a finished one.
+
+  Raises:
+    UserError: the prompts stage has not run, or the folder belongs to another config.
+  """
+  workdir = Path(workdir)
+  folder = workdir / STAGE
+  source = manifest.require(workdir / "prompts", "prompts")
+  target = spec_jax.load_target(cfg.target.source, dtype=cfg.target.dtype)
+  opened = manifest.begin(
+      folder, stage=STAGE, config=config_lib.part(cfg, "target", "generate"),
+      inputs={"prompts": source}, target=target_id(target))
+  if opened.complete:
+    print(f"{STAGE}: {opened.counts['answers']} answers, reused")
+    return folder
+  prompts = read_jsonl(workdir / "prompts" / "prompts.jsonl")
+  counts = _answer_all(cfg, target, prompts, folder)
+  manifest.finish(folder, opened, counts)
+  print(
+      f"{STAGE}: {counts['answers']} answers, {counts['answer_tokens']} tokens; "
+      f"{counts['prompt_too_long']} prompts too long, {counts['unanswered']} not reached in time")
+  return folder
+
+
+def load_answers(folder: Path) -> list[Answer]:
+  """Every answer of a finished stage, in the order of the jobs."""
+  answers = [a for path in sorted(folder.glob("part-*.npz")) for a in _read_part(path)]
+  return sorted(answers, key=lambda a: a.job)
+
+
+def _answer_all(cfg: Config, target: Target, prompts: Sequence[dict], folder: Path) -> dict:
+  options = cfg.generate
+  args = config_lib.template_args(cfg)
+  ids = [encode_prompt(target, p["messages"], i, args) for i, p in enumerate(prompts)]
+  jobs = [(i, a) for a in range(options.answers) for i in range(len(ids))]
+  fits = [k for k, (i, _) in enumerate(jobs) if len(ids[i]) <= options.max_prompt_tokens]
+  heat = lambda k: options.temperatures[(jobs[k][0] + jobs[k][1]) % len(options.temperatures)]
+  done = {a.job for path in folder.glob("part-*.npz") for a in _read_part(path)}
+  todo = [k for k in fits if k not in done]
+  work = Run(
+      target, None, [ids[jobs[k][0]] for k in todo], draft_len=0,
+      temperature=[heat(k) for k in todo], top_p=options.top_p, top_k=options.top_k,
+      max_new_tokens=options.max_new_tokens, seed=options.seed, batch_size=options.batch_size,
+      sequence_ids=todo, keep_hidden=True)
+  part = len(list(folder.glob("part-*.npz")))
+  with Bar("generate", total=len(fits), start=len(done)) as bar:
+    waiting: list[Answer] = []
+    for row in _within_budget(work, options.budget_s):
+      k = todo[row.index]
+      waiting.append(Answer(
+          k, np.asarray(work.ids[row.index] + row.tokens, np.int32), len(work.ids[row.index]),
+          row.hidden.astype(ml_dtypes.bfloat16), heat(k)))
+      bar.advance(1, amount=len(row.tokens))
+      if len(waiting) == _PART_ROWS:
+        _write_part(folder / f"part-{part:05d}.npz", waiting)
+        waiting, part = [], part + 1
+    if waiting:
+      _write_part(folder / f"part-{part:05d}.npz", waiting)
+  answers = load_answers(folder)
+  _write_texts(folder, target, prompts, jobs, answers)
+  return {
+      "answers": len(answers),
+      "answer_tokens": int(sum(len(a.tokens) - a.prompt_len for a in answers)),
+      "prompt_tokens": int(sum(a.prompt_len for a in answers)),
+      "prompt_too_long": len(jobs) - len(fits),
+      "unanswered": len(fits) - len(answers)}
+
+
+def _within_budget(work: Run, budget_s: float) -> Iterator[Finished]:
+  """Rows as they end. A time budget is shared out over the buckets by the work in each, so that
+  running out of time leaves the mix of prompts as it is."""
+  groups = work.buckets()
+  cost = {
+      size: len(members) * (work.max_new + _PREFILL_COST * size)
+      for size, members in groups.items()}
+  began, spent = time.monotonic(), 0.0
+  for size, members in groups.items():
+    spent += cost[size]
+    for row in work.bucket(size, members):
+      yield row
+      if budget_s and time.monotonic() - began > budget_s * spent / sum(cost.values()):
+        break
+
+
+def _write_part(path: Path, answers: Sequence[Answer]) -> None:
+  hidden = np.concatenate([a.hidden for a in answers]).view(np.uint16)
+  part = path.with_name(f".{path.name}.part")
+  with open(part, "wb") as file:
+    np.savez(
+        file, job=np.asarray([a.job for a in answers], np.int32),
+        length=np.asarray([len(a.tokens) for a in answers], np.int32),
+        prompt_len=np.asarray([a.prompt_len for a in answers], np.int32),
+        temperature=np.asarray([a.temperature for a in answers], np.float32),
+        tokens=np.concatenate([a.tokens for a in answers]), hidden_bfloat16=hidden)
+    file.flush()
+    os.fsync(file.fileno())
+  part.replace(path)
+
+
+def _read_part(path: Path) -> Iterator[Answer]:
+  with np.load(path) as part:
+    tokens, hidden = part["tokens"], part["hidden_bfloat16"].view(ml_dtypes.bfloat16)
+    at = state = 0
+    for job, n, p, t in zip(
+        part["job"], part["length"], part["prompt_len"], part["temperature"], strict=True):
+      yield Answer(int(job), tokens[at:at + n], int(p), hidden[state:state + n - p], float(t))
+      at, state = at + n, state + n - p
+
+
+def _write_texts(folder, target, prompts, jobs, answers) -> None:
+  part = folder / ".responses.jsonl.part"
+  with open(part, "w", encoding="utf-8") as file:
+    for a in answers:
+      prompt = prompts[jobs[a.job][0]]
+      text = target.tokenizer.decode(a.tokens[a.prompt_len:].tolist())
+      row = {"id": prompt["id"], "category": prompt["category"], "temperature": a.temperature,
+             "messages": [*prompt["messages"], {"role": "assistant", "content": text}]}
+      file.write(json.dumps(row, ensure_ascii=False) + "\n")
+  part.replace(folder / "responses.jsonl")
