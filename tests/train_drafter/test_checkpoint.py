@@ -231,8 +231,19 @@ def test_a_kill_during_a_save_leaves_the_step_before(workdir):
     back = checkpoints.restore(small(0))
     np.testing.assert_array_equal(back.state["w"], 1)
     assert back.extra == {"index": 10}
-    checkpoints.save(2, small(2), {})
-  assert {p.name for p in workdir.iterdir()} == {"2"}
+    checkpoints.save(3, small(3), {})
+  assert {p.name for p in workdir.iterdir()} == {"3"}, "the part of step 2 is still there"
+
+
+def test_a_deletion_that_was_killed_is_finished_later(workdir):
+  with Checkpoints(workdir, max_to_keep=1) as checkpoints:
+    checkpoints.save(1, small(1), {}, metric=1.0)
+  shutil.rmtree(workdir / "1" / "metrics")
+  with Checkpoints(workdir, max_to_keep=1) as checkpoints:
+    assert checkpoints.best_step is None
+    for step in (2, 3):
+      checkpoints.save(step, small(step), {}, metric=5.0 - step)
+  assert {p.name for p in workdir.iterdir()} == {"3"}
 
 
 def test_leaving_right_after_the_last_step_loses_nothing(workdir):

@@ -13,7 +13,7 @@ from absl import flags
 
 from spec_jax.errors import UserError
 from train_drafter import __main__ as cli
-from train_drafter import manifest
+from train_drafter import config, manifest
 
 ROOT = Path(__file__).parents[2]
 
@@ -142,6 +142,7 @@ def test_an_argument_reaches_get_config(config_file):
   [
     ("train.lrr", "train.lr"),
     ("lr", "train.lr"),
+    ("generate.lr", "train.lr"),
     ("trian.batch", "train.batch"),
     ("generate.max_tokens", "generate.max_new_tokens"),
     ("train.lr.x", "train.lr"),
@@ -152,6 +153,9 @@ def test_an_unknown_field_is_named_with_its_nearest(config_file, name, nearest):
     assert refusal(f"--config={config_file}", arg, "--workdir=w") == (
       f"--config.{name}: no such field; the nearest is --config.{nearest}"
     )
+  assert "train.profil: no such field" in refusal(
+    f"--config={config_file}", "--noconfig.train.profil", "--workdir=w"
+  )
 
 
 def test_bad_flags_are_one_line(config_file):
@@ -188,7 +192,8 @@ def test_a_bad_config_file_is_one_line(tmp_path, config_file):
 def test_all_stages_run_in_order_after_the_checks(config_file, workdir, stages, capsys):
   run(f"--config={config_file}", "--config.train.lr=0.5", f"--workdir={workdir}")
   names = [name for name, _ in stages]
-  assert names == ["finalize", "validate", *cli.STAGES]
+  order = ["prompts", "generate", "train", "evaluate", "export", "report"]
+  assert names == ["finalize", "validate", *order]
   assert stages[0] == ("finalize", 0.5)
   lines = capsys.readouterr().out.splitlines()
   assert [line.split(":")[0] for line in lines] == list(cli.STAGES)
@@ -247,6 +252,13 @@ def test_a_workdir_that_cannot_be_made(config_file, workdir, stages):
   (workdir / "file").write_text("")
   with pytest.raises(UserError, match="--workdir=.*/file/x: Not a directory"):
     run(f"--config={config_file}", f"--workdir={workdir / 'file' / 'x'}")
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.py")), ids=lambda path: path.stem)
+def test_the_configs_that_come_with_it_pass_the_checks(path):
+  cfg = parse(f"--config={path}", "--workdir=w").config
+  config.finalize(cfg)
+  config.validate(cfg)
 
 
 def test_the_process_ends_with_one_line_and_status_2(config_file):

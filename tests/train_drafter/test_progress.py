@@ -62,9 +62,9 @@ def test_a_terminal_gets_a_bar_with_the_numbers():
   stream, clock = Terminal(), Clock()
   with Bar("generate", total=4, unit="tokens", stream=stream, clock=clock) as bar:
     clock.now += 2.0
-    bar.advance(4, amount=5000, note="[T=0.7]")
+    bar.advance(4, amount=5000, note="[structured]")
   text = stream.getvalue()
-  assert "generate" in text and "4/4  2,500 tokens/s  0:02  [T=0.7]" in text
+  assert "generate" in text and "4/4  2,500 tokens/s  0:02  [structured]" in text
   assert "\x1b[" in text
 
 
