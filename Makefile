@@ -82,7 +82,7 @@ $(IENV)/.made:
 $(IENV)/.done: $(IENV)/.made constraints.txt
 	@echo 'installing the reference implementations (a few minutes)'
 	@$(IPY) -m pip install $(PIP_FLAGS) -c constraints.txt \
-	  torch==2.13.0 transformers==5.15.0 gguf safetensors
+	  torch==2.13.0 transformers==5.15.0 gguf safetensors accelerate
 	@touch $@
 
 # Each reference script writes its arrays into the folder it is given as its only argument.
