@@ -6,7 +6,6 @@ duplicates and every training prompt that shares a run of words with an evaluati
 writes `prompts.jsonl` and `eval.jsonl`.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_jax.errors import UserError
-from train_drafter import manifest
+from train_drafter import config, manifest
 from train_drafter.conversations import PromptFile, prompt_files, read_prompts
 from train_drafter.overlap import deduplicate, normalized, overlaps, remove_overlaps, word_ngrams
 from train_drafter.progress import Bar
@@ -234,7 +233,7 @@ def self_write(
       seen.add(key)
       kept.append(
         {
-          "id": f"self-{len(kept):05d}",
+          "id": f"self-{seed}-{len(kept):05d}",
           "category": "general",
           "messages": messages,
           "source": "self_written",
@@ -264,19 +263,26 @@ def run(cfg: Any, workdir: Path) -> Path:
     UserError: bad prompt files, a bad mix, or nothing left to train on or to evaluate with.
   """
   workdir, options = Path(workdir), cfg.prompts
-  target = _load_target(cfg) if options.self_written and not options.path else None
   folder = workdir / STAGE
+  part = {**config.part(cfg, STAGE), "data": _data_hashes(options)}
+  target, template_args = None, {}
+  if options.self_written:
+    target, template_args = _load_target(cfg), config.template_args(cfg)
+    part |= {"target": {"dtype": cfg.target.dtype}, "template_args": template_args}
   opened = manifest.begin(
     folder,
     stage=STAGE,
-    config={STAGE: dataclasses.asdict(options), "data": _data_hashes(options)},
+    config=part,
     target=None if target is None else _target_id(target),
   )
   if opened.complete:
     print(f"{STAGE}: {opened.counts.get('prompts', '?')} prompts, reused")
     return folder
   evaluation, eval_duplicates, eval_file = evaluation_set(options)
-  prompts, counts = training_set(options, evaluation, target)
+  write = None
+  if target is not None:
+    write = lambda: _written_by(target, options, template_args)
+  prompts, counts = training_set(options, evaluation, write)
   for file in filter(None, (counts.pop("file"), eval_file)):
     if file.dropped:
       print(file.report())
@@ -323,9 +329,15 @@ def evaluation_set(options: Any) -> tuple[list[dict], int, PromptFile | None]:
 
 
 def training_set(
-  options: Any, evaluation: Sequence[dict], target: Any = None
+  options: Any, evaluation: Sequence[dict], write: Callable[[], list[dict]] | None = None
 ) -> tuple[list[dict], dict[str, Any]]:
   """The training prompts in the order in which the target will answer them.
+
+  Args:
+    options: `cfg.prompts`.
+    evaluation: the prompts to keep away from.
+    write: gives the prompts of the target itself, on top of `count` and outside of `mix`; called
+      once everything else is known to be fine.
 
   Returns:
     The prompts, and counts: file (what was read, or None), dropped, duplicates, overlaps,
@@ -347,22 +359,24 @@ def training_set(
     pool = training_prompts(
       category_counts(options.count, weights or dict.fromkeys(CATEGORIES, 1.0)), options.seed
     )
-    if target is not None:
-      pool += _written_by(target, options)
-  unique = deduplicate(pool)
+  written = write() if write else []
+  own = set(map(id, written))
+  everything = [*pool, *written]
+  unique = deduplicate(everything)
   clean, shared = remove_overlaps(unique, evaluation, options.overlap_words)
+  written = [p for p in clean if id(p) in own]
+  clean = [p for p in clean if id(p) not in own]
   if options.path:
     clean = select(clean, options.count, weights, options.seed)
-  else:
-    clean = select(clean, 0, {}, options.seed)
+  clean = select([*clean, *written], 0, {}, options.seed)
   if not clean:
     raise UserError("prompts: no training prompt is left after removing duplicates and overlaps")
   return clean, {
     "file": file,
     "dropped": file.counts() if file else {},
-    "duplicates": len(pool) - len(unique),
+    "duplicates": len(everything) - len(unique),
     "overlaps": len(shared),
-    "self_written": sum(p["source"] == "self_written" for p in clean),
+    "self_written": len(written),
   }
 
 
@@ -377,7 +391,7 @@ def with_system(prompts: Iterable[dict], system: str) -> list[dict]:
   ]
 
 
-def _written_by(target: Any, options: Any) -> list[dict]:
+def _written_by(target: Any, options: Any, template_args: Mapping[str, Any]) -> list[dict]:
   with Bar("prompts", total=options.self_written) as bar:
     return self_write(
       target,
@@ -385,6 +399,7 @@ def _written_by(target: Any, options: Any) -> list[dict]:
       options.seed,
       top_p=options.self_written_top_p,
       system=options.system,
+      template_args=template_args,
       # Texts that are of no use are asked for again, so more end than are wanted.
       on_row=lambda tokens: bar.advance(int(bar.done < bar.total), amount=tokens),
     )

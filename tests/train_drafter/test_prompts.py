@@ -1,6 +1,5 @@
 """Prompt files in three forms, odd conversations, duplicates, overlaps, the mix and the stage."""
 
-import dataclasses
 import json
 import types
 
@@ -8,7 +7,7 @@ import pytest
 
 import spec_jax
 from spec_jax.errors import UserError
-from train_drafter import prompts
+from train_drafter import config, prompts
 from train_drafter.manifest import Manifest, StaleStageError
 from train_drafter.prompts import (
   category_counts,
@@ -226,6 +225,8 @@ def test_operators_roles_and_history_make_different_prompts():
     user("what is 35"),
     {**user("x"), **chat(("system", "a"), ("user", "48 / 6"))},
     {**user("x"), **chat(("user", "hi"), ("assistant", "yes"), ("user", "48 / 6"))},
+    {**user("x"), **chat(("system", "hi"), ("user", "yes"))},
+    {**user("x"), **chat(("user", "hi"), ("assistant", "yes"))},
   ]
   assert deduplicate(different) == different
 
@@ -245,6 +246,7 @@ def test_thirteen_shared_words_are_an_overlap_and_twelve_are_none():
   twelve = user("intro " + " ".join(WORDS[5:17]) + " end of it all", "12")
   assert overlaps([twelve, thirteen], evaluation, 13) == ["13"]
   assert overlaps([twelve, thirteen], evaluation, 12) == ["12", "13"]
+  assert overlaps([user(" ".join(WORDS[5:18]))], evaluation, 13) == ["p"]
 
 
 def test_scattered_words_are_no_overlap():
@@ -302,6 +304,7 @@ def test_mix_entries():
 def test_counts_follow_the_weights_and_add_up():
   assert category_counts(100, {"a": 3, "b": 1}) == {"a": 75, "b": 25}
   assert category_counts(10, {"a": 1, "b": 1, "c": 1}) == {"a": 4, "b": 3, "c": 3}
+  assert category_counts(10, {"a": 1.2, "b": 2.8, "c": 6}) == {"a": 1, "b": 3, "c": 6}
   assert category_counts(2, {"a": 1, "b": 1, "c": 1, "d": 0}) == {"a": 1, "b": 1, "c": 0, "d": 0}
 
 
@@ -375,7 +378,7 @@ def test_self_written_prompts_start_at_the_user_header(monkeypatch):
   assert calls[0]["prompts"] == [[1, *map(ord, "<system>be kind\n<user>")]] * 3
   assert (calls[0]["temperature"], calls[0]["top_p"], calls[0]["seed"]) == (1.0, 0.9, 5)
   assert written[1] == {
-    "id": "self-00001",
+    "id": "self-5-00001",
     "category": "general",
     "messages": [{"role": "user", "content": "question number 1 please"}],
     "source": "self_written",
@@ -407,25 +410,8 @@ def test_self_writing_gives_up_instead_of_looping(monkeypatch):
 # The stage.
 
 
-@dataclasses.dataclass
-class Options:
-  path: str = ""
-  count: int = 45
-  mix: tuple[str, ...] = ()
-  self_written: int = 0
-  self_written_top_p: float = 1.0
-  eval_path: str = ""
-  eval_per_category: int = 0
-  seed: int = 0
-  max_dropped_share: float = 0.1
-  overlap_words: int = 13
-  system: str = ""
-
-
 def run(workdir, **options):
-  cfg = types.SimpleNamespace(
-    prompts=Options(**options), target=types.SimpleNamespace(source="fake", dtype="float32")
-  )
+  cfg = config.Config(prompts=config.PromptsConfig(**{"count": 45, **options}))
   return prompts.run(cfg, workdir)
 
 
@@ -495,6 +481,18 @@ def test_stage_adds_self_written_prompts(tmp_path, monkeypatch):
   assert manifest.target.weights == "w"
 
 
+def test_self_written_prompts_come_on_top_of_the_count_and_outside_the_mix(tmp_path, monkeypatch):
+  fake_generate(monkeypatch, lambda i: (f"self written number {i}", "eos"))
+  monkeypatch.setattr(spec_jax, "load_target", lambda source, dtype: TARGET)
+  path = write(
+    tmp_path / "t.jsonl",
+    *[{**chat(("user", f"{c} number {i}")), "category": c} for c in ("qa", "code") for i in "1234"],
+  )
+  folder = run(tmp_path / "w", path=str(path), count=3, mix=("qa=1",), self_written=2)
+  train = lines(folder / "prompts.jsonl")
+  assert sorted(p["category"] for p in train) == ["general", "general", "qa", "qa", "qa"]
+
+
 @pytest.mark.parametrize(
   "options, message",
   [
@@ -507,6 +505,15 @@ def test_stage_adds_self_written_prompts(tmp_path, monkeypatch):
 def test_stage_refuses_bad_options(tmp_path, options, message):
   with pytest.raises(UserError, match=message):
     run(tmp_path, **options)
+
+
+def test_bad_files_are_found_before_the_target_writes(tmp_path, monkeypatch):
+  monkeypatch.setattr(spec_jax, "load_target", lambda source, dtype: TARGET)
+  calls = fake_generate(monkeypatch, lambda i: (f"self written number {i}", "eos"))
+  path = write(tmp_path / "bad.jsonl", "{")
+  with pytest.raises(UserError, match="bad.jsonl"):
+    run(tmp_path / "w", path=str(path), self_written=2)
+  assert calls == []
 
 
 def test_nothing_left_to_train_on_is_an_error(tmp_path):
