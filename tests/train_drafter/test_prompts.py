@@ -481,6 +481,20 @@ def test_stage_adds_self_written_prompts(tmp_path, monkeypatch):
   assert manifest.target.weights == "w"
 
 
+def test_template_arguments_reach_the_header_and_the_manifest(tmp_path, monkeypatch):
+  fake_generate(monkeypatch, lambda i: (f"self written number {i}", "eos"))
+  monkeypatch.setattr(spec_jax, "load_target", lambda source, dtype: TARGET)
+  seen = {}
+  monkeypatch.setattr(prompts, "user_header", lambda _, **args: [*seen.update(args) or (), 1])
+  cfg = config.Config(
+    prompts=config.PromptsConfig(count=9, self_written=1, system="s"),
+    generate=config.GenerateConfig(template_args=("enable_thinking=false",)),
+  )
+  folder = prompts.run(cfg, tmp_path)
+  assert seen == {"system": "s", "enable_thinking": False}
+  assert Manifest.load(folder).config["template_args"] == {"enable_thinking": False}
+
+
 def test_self_written_prompts_come_on_top_of_the_count_and_outside_the_mix(tmp_path, monkeypatch):
   fake_generate(monkeypatch, lambda i: (f"self written number {i}", "eos"))
   monkeypatch.setattr(spec_jax, "load_target", lambda source, dtype: TARGET)
