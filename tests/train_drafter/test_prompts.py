@@ -485,7 +485,7 @@ def test_template_arguments_reach_the_header_and_the_manifest(tmp_path, monkeypa
   fake_generate(monkeypatch, lambda i: (f"self written number {i}", "eos"))
   monkeypatch.setattr(spec_jax, "load_target", lambda source, dtype: TARGET)
   seen = {}
-  monkeypatch.setattr(prompts, "user_header", lambda _, **args: [*seen.update(args) or (), 1])
+  monkeypatch.setattr(prompts, "user_header", lambda _, **args: seen.update(args) or [1])
   cfg = config.Config(
     prompts=config.PromptsConfig(count=9, self_written=1, system="s"),
     generate=config.GenerateConfig(template_args=("enable_thinking=false",)),
