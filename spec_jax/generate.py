@@ -24,6 +24,7 @@ Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
 
 BUCKETS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 _STOP_ROUNDS = 8  # rounds between two looks at the text when stop strings are given
+_FILL = 4  # batches' worth of prompts below which a bucket joins the next
 _CHUNK_ROUNDS = 64  # rounds of a chunk when there is nothing to look at
 
 
@@ -223,10 +224,18 @@ class Run:
     self.seconds = {"prefill": 0.0, "decode": 0.0}
 
   def buckets(self) -> dict[int, list[int]]:
-    """Prompt indices by bucket, the small buckets first."""
+    """Prompt indices by bucket, the small buckets first.
+
+    A bucket that would not fill a batch joins the next larger one: padding a few prompts costs
+    less than a compilation and a half-empty batch.
+    """
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(self.ids):
       groups.setdefault(bucket(len(row)), []).append(i)
+    sizes = sorted(groups)
+    for small, large in zip(sizes, sizes[1:], strict=False):
+      if len(groups[small]) < _FILL * self.batch_size:
+        groups[large] = sorted(groups.pop(small) + groups[large])
     return dict(sorted(groups.items()))
 
   def all(self) -> Iterator[Finished]:

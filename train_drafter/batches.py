@@ -1,0 +1,153 @@
+"""Answers to packed training batches, a pure function of (seed, step) so that a resumed run sees
+the same samples. Called by train.py."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+  """One sequence with its supervised positions.
+
+  Attributes:
+    tokens: [n] ids.
+    first: the first supervised position; the positions first...n-2 each predict the next token.
+    hidden: [n - 1 - first, D] bfloat16 teacher states at the supervised positions.
+    logsumexp: [n - 1 - first] of the teacher's logits.
+    best: [n - 1 - first] the teacher's argmax.
+  """
+
+  tokens: np.ndarray
+  first: int
+  hidden: np.ndarray
+  logsumexp: np.ndarray
+  best: np.ndarray
+
+  @property
+  def supervised(self) -> int:
+    return len(self.tokens) - 1 - self.first
+
+  def cut(self, length: int) -> "Document":
+    """The document without what lies beyond `length` tokens: ids and states cut together."""
+    keep = max(min(len(self.tokens), length) - 1 - self.first, 0)
+    return dataclasses.replace(
+        self, tokens=self.tokens[:length], hidden=self.hidden[:keep],
+        logsumexp=self.logsumexp[:keep], best=self.best[:keep])
+
+
+class Packer:
+  """Packs documents into batches of `rows` sequences of `seq_len` tokens.
+
+  Every epoch shuffles the documents anew and fills rows first-fit; what does not fill a last batch
+  waits for the next epoch's order. Documents in a row are kept apart by segment ids and each has
+  its own positions from 0.
+  """
+
+  def __init__(
+      self, documents: Sequence[Document], *, rows: int, seq_len: int, chunk: int, seed: int,
+      pad_id: int = 0):
+    """Packs for training (`batch(step)`) or, in order, for validation (`in_order()`).
+
+    Args:
+      documents: each at most seq_len tokens and with at least one supervised position.
+      rows: sequences of a batch.
+      seq_len: tokens of a sequence.
+      chunk: the supervised positions of a batch are padded to a multiple of it.
+      seed: of the order.
+      pad_id: id of the places that hold nothing.
+    """
+    self.documents, self.rows, self.seq_len, self.seed = documents, rows, seq_len, seed
+    self.pad_id = pad_id
+    supervised = sum(d.supervised for d in documents)
+    share = supervised / sum(len(d.tokens) for d in documents)
+    # A row's share of supervised positions is bounded near the mean, so that their buffer can be
+    # small; a single document always fits.
+    longest = max(d.supervised for d in documents)
+    self.row_supervised = max(longest, min(seq_len, int(1.1 * share * seq_len) + 1))
+    self.places = -(-rows * self.row_supervised // chunk) * chunk
+    self._epochs: list[list[list[int]]] = []
+
+  def batch(self, step: int) -> dict[str, np.ndarray]:
+    """The batch of a step (0-based)."""
+    epoch, left = 0, step
+    while left >= self.batches(epoch):
+      left -= self.batches(epoch)
+      epoch += 1
+    rows = self._epoch(epoch)[left * self.rows:(left + 1) * self.rows]
+    return self._arrays(rows)
+
+  def batches(self, epoch: int) -> int:
+    """Batches of an epoch."""
+    return max(1, len(self._epoch(epoch)) // self.rows)
+
+  def epoch_of(self, step: int) -> float:
+    """Epochs done before a step, as a fraction."""
+    epoch = 0
+    while step >= self.batches(epoch):
+      step -= self.batches(epoch)
+      epoch += 1
+    return epoch + step / self.batches(epoch)
+
+  def in_order(self) -> list[dict[str, np.ndarray]]:
+    """Batches of all documents once, in their order; the last may be short of rows."""
+    rows = self._pack(range(len(self.documents)))
+    return [self._arrays(rows[i:i + self.rows]) for i in range(0, len(rows), self.rows)]
+
+  def _epoch(self, epoch: int) -> list[list[int]]:
+    while len(self._epochs) <= epoch:
+      rng = np.random.default_rng([self.seed, len(self._epochs)])
+      rows = self._pack(rng.permutation(len(self.documents)))
+      self._epochs.append([rows[i] for i in rng.permutation(len(rows))])
+    return self._epochs[epoch]
+
+  def _pack(self, order) -> list[list[int]]:
+    """First fit over a few open rows."""
+    rows: list[list[int]] = []
+    space: list[tuple[int, int]] = []
+    for i in order:
+      d = self.documents[i]
+      for r in range(max(0, len(rows) - 8), len(rows)):
+        tokens, places = space[r]
+        if len(d.tokens) <= tokens and d.supervised <= places:
+          break
+      else:
+        r = len(rows)
+        rows.append([])
+        space.append((self.seq_len, self.row_supervised))
+      rows[r].append(int(i))
+      space[r] = (space[r][0] - len(d.tokens), space[r][1] - d.supervised)
+    return rows
+
+  def _arrays(self, rows: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+    R, T, M = self.rows, self.seq_len, self.places
+    D = self.documents[0].hidden.shape[1]
+    out = {
+        "tokens": np.full((R, T), self.pad_id, np.int32),
+        "positions": np.zeros((R, T), np.int32),
+        "segments": np.full((R, T), -1, np.int32),
+        "place": np.zeros(M, np.int32),
+        "weight": np.zeros(M, np.float32),
+        "hidden": np.zeros((M, D), ml_dtypes.bfloat16),
+        "logsumexp": np.zeros(M, np.float32),
+        "best": np.zeros(M, np.int32),
+    }
+    m = 0
+    for r, row in enumerate(rows):
+      at = 0
+      for s, i in enumerate(row):
+        d = self.documents[i]
+        n = len(d.tokens)
+        out["tokens"][r, at:at + n] = d.tokens
+        out["positions"][r, at:at + n] = np.arange(n)
+        out["segments"][r, at:at + n] = s
+        new = slice(m, m + d.supervised)
+        out["place"][new] = r * T + at + d.first + np.arange(d.supervised)
+        out["weight"][new] = 1.0
+        out["hidden"][new] = d.hidden
+        out["logsumexp"][new] = d.logsumexp
+        out["best"][new] = d.best
+        at, m = at + n, m + d.supervised
+    return out

@@ -1,0 +1,433 @@
+"""The train stage: distills the drafter from the target's answers.
+
+Reads `generate/`; writes `train/`: checkpoints, metrics.jsonl and TensorBoard events, plan.json
+(the number of steps, once measured), draft vocabulary and teacher statistics, and at the end the
+best drafter by validation in `drafter/`, in the form that `spec_jax.load_drafter` reads.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tensorboardX
+from flax import nnx
+
+import spec_jax
+from spec_jax import drafters
+from spec_jax.errors import UserError
+from spec_jax.models.decoder import linear, random_tensors
+from spec_jax.target import Target
+from spec_jax.types import pytree
+from train_drafter import config as config_lib
+from train_drafter import losses, manifest
+from train_drafter.batches import Document, Packer
+from train_drafter.checkpoint import Checkpoints, GracefulExit
+from train_drafter.config import Config, TrainConfig
+from train_drafter.generate import Answer, load_answers, target_id
+from train_drafter.progress import Bar
+
+STAGE = "train"
+_SCORE_ROWS = 1024  # teacher states scored at once
+_CALIBRATION = 6  # steps that measure the time of a step
+
+
+@pytree
+class TrainState:
+  """What a step changes, and all that a checkpoint holds.
+
+  Attributes:
+    params: trained parameters, float32.
+    opt_state: of optax.
+    step: batches consumed.
+    bad: non-finite steps in a row.
+    skipped: non-finite steps in all.
+  """
+
+  params: Any
+  opt_state: Any
+  step: jax.Array
+  bad: jax.Array
+  skipped: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Setup:
+  """What a step does not change.
+
+  Attributes:
+    graph: nnx graph definition of the drafter.
+    frozen: its arrays that are not trained (reduced head, draft ids).
+    target: graph definition of the target.
+    optimizer: of optax.
+    options: the train config.
+    schedule: learning rate by update.
+  """
+
+  graph: nnx.GraphDef
+  frozen: Any
+  target: nnx.GraphDef
+  optimizer: optax.GradientTransformation
+  options: TrainConfig
+  schedule: optax.Schedule
+
+
+def run(cfg: Config, workdir: Path) -> Path:
+  """Trains, or goes on from the last checkpoint; reuses a finished folder.
+
+  Raises:
+    UserError: the generate stage has not run, nothing is supervised, too many non-finite steps, or
+      the folder belongs to another config.
+  """
+  workdir = Path(workdir)
+  folder = workdir / STAGE
+  source = manifest.require(workdir / "generate", "generate")
+  target = spec_jax.load_target(cfg.target.source, dtype=cfg.train.dtype)
+  opened = manifest.begin(
+      folder, stage=STAGE,
+      config=config_lib.part(cfg, "drafter", "train", without=("train.profile", "train.keep")),
+      inputs={"generate": source}, target=target_id(target))
+  if opened.complete:
+    print(f"{STAGE}: {opened.counts['steps']} steps, reused")
+    return folder
+  began = time.monotonic()
+  answers = load_answers(workdir / "generate")
+  documents, counts = prepare(answers, target, cfg, folder)
+  print(f"{STAGE}: {counts['documents']} answers, {counts['supervised']} supervised tokens "
+        f"({counts['dropped']} answers with nothing to learn dropped), draft vocabulary covers "
+        f"{counts['draft_vocab_coverage']:.2%}", flush=True)
+  held = documents[:cfg.train.validation]
+  kept = documents[cfg.train.validation:]
+  if not kept:
+    raise UserError(
+        f"train.validation={cfg.train.validation} leaves none of {len(documents)} answers to train")
+  pack = functools.partial(
+      Packer, rows=cfg.train.batch_rows, seq_len=cfg.train.seq_len, chunk=cfg.train.chunk,
+      seed=cfg.train.seed, pad_id=max(target.config.pad_id, 0))
+  module = initial_drafter(cfg, target, draft_vocabulary(folder))
+  result = fit(cfg, target, module, pack(kept), pack(held).in_order(), folder, began)
+  manifest.finish(folder, opened, counts | result)
+  return folder
+
+
+def initial_drafter(
+    cfg: Config, target: Target, draft_ids: np.ndarray | None, dtype: str | None = None):
+  """The untrained drafter of a config (also evaluate's control)."""
+  layers = tuple(cfg.drafter.init_layers)
+  if cfg.drafter.init == "target":
+    return drafters.init_from_target(target, layers, draft_ids, dtype)
+  config = dataclasses.replace(target.config, num_layers=len(layers))
+  tensor = random_tensors(config, cfg.train.seed)
+  names = [n for n in drafters.tensor_shapes(config) if n not in ("embed", "head")]
+  return drafters.small_lm(
+      target, {n: tensor(n) for n in names}, config, dtype=dtype, draft_ids=draft_ids)
+
+
+def draft_vocabulary(folder: Path) -> np.ndarray | None:
+  """The reduced draft vocabulary [Vd] that `prepare` chose, None for the whole vocabulary."""
+  path = folder / "draft_ids.npy"
+  return np.load(path) if path.exists() else None
+
+
+# Data.
+
+
+def prepare(
+    answers: Sequence[Answer], target: Target, cfg: Config, folder: Path,
+) -> tuple[list[Document], dict[str, Any]]:
+  """Documents with teacher statistics, in a shuffled order; chooses the draft vocabulary."""
+  documents, dropped = [], 0
+  for a, (lse, best) in zip(answers, teacher_statistics(answers, target, cfg), strict=True):
+    d = Document(a.tokens, a.prompt_len - 1, a.hidden, lse, best).cut(cfg.train.seq_len)
+    if d.supervised > 0:
+      documents.append(d)
+    else:
+      dropped += 1
+  if not documents:
+    raise UserError(f"train: none of {len(answers)} answers has a supervised token")
+  counts = np.zeros(target.config.vocab_size, np.int64)
+  for d in documents:
+    np.add.at(counts, d.tokens[d.first + 1:], 1)
+    np.add.at(counts, d.best, 1)
+  ids = choose_vocabulary(counts, cfg.drafter.draft_vocab, target.config)
+  coverage = 1.0
+  if ids is not None:
+    if not (folder / "draft_ids.npy").exists():
+      np.save(folder / "draft_ids.npy", ids)
+    coverage = float(counts[ids].sum() / counts.sum())
+  order = np.random.default_rng(cfg.train.seed).permutation(len(documents))
+  return [documents[i] for i in order], {
+      "documents": len(documents), "dropped": dropped, "draft_vocab_coverage": coverage,
+      "supervised": int(sum(d.supervised for d in documents))}
+
+
+def choose_vocabulary(counts: np.ndarray, size: int, config) -> np.ndarray | None:
+  """The `size` most frequent ids, every EOS among them, ascending; None for all of them.
+
+  Ids that never occurred fill the rest from the lowest id (the earliest merges) on.
+  """
+  if not 0 < size < config.vocab_real:
+    return None
+  ranked = counts[:config.vocab_real].astype(np.float64)
+  ranked[list(config.eos_ids)] = np.inf
+  return np.sort(np.argsort(-ranked, kind="stable")[:size]).astype(np.int32)
+
+
+def teacher_statistics(
+    answers: Sequence[Answer], target: Target, cfg: Config,
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+  """(logsumexp, argmax) of the teacher's logits at every answered token, by answer."""
+
+  @jax.jit
+  def score(params, hidden):
+    logits = nnx.merge(target.graph, params).logits(hidden)
+    warm = logits / cfg.train.teacher_temperature
+    return jax.nn.logsumexp(warm, -1), jnp.argmax(logits, -1).astype(jnp.int32)
+
+  hidden = np.concatenate([a.hidden for a in answers])
+  count = len(hidden)
+  hidden = np.pad(hidden, ((0, -count % _SCORE_ROWS), (0, 0)))
+  parts = []
+  with Bar("teacher", total=count) as bar:
+    for i in range(0, len(hidden), _SCORE_ROWS):
+      parts.append(jax.device_get(score(target.params, hidden[i:i + _SCORE_ROWS])))
+      rows = min(_SCORE_ROWS, count - i)
+      bar.advance(rows, amount=rows)
+  lse, best = (np.concatenate(x)[:count] for x in zip(*parts, strict=True))
+  edges = np.cumsum([len(a.hidden) for a in answers])[:-1]
+  yield from zip(np.split(lse, edges), np.split(best, edges), strict=True)
+
+
+# One step.
+
+
+def make_setup(cfg: Config, target: Target, module: Any, steps: int) -> tuple[Setup, TrainState]:
+  """The static part of training and the state before the first step."""
+  options = cfg.train
+  graph, params, frozen = nnx.split(module, nnx.Param, ...)
+  params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)  # copies: they are donated
+  schedule = optax.warmup_cosine_decay_schedule(
+      0.0, options.lr, max(1, round(options.warmup * steps)), steps,
+      options.final_lr * options.lr)
+  decayed = jax.tree.map(lambda x: x.ndim > 1, params)
+  optimizer = optax.chain(
+      optax.clip_by_global_norm(options.clip) if options.clip else optax.identity(),
+      optax.adamw(schedule, b2=options.beta2, weight_decay=options.weight_decay, mask=decayed))
+  zero = jnp.zeros((), jnp.int32)
+  state = TrainState(params, optimizer.init(params), zero, zero + 0, zero + 0)
+  return Setup(graph, frozen, target.graph, optimizer, options, schedule), state
+
+
+def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict):
+  """Sums over the supervised positions: loss, alpha, greedy match, and their count."""
+  options = setup.options
+  low = jnp.dtype(options.dtype)
+  params = jax.tree.map(lambda x: x.astype(low) if x.ndim > 1 else x, params)
+  module = nnx.merge(setup.graph, params, frozen)
+  target = nnx.merge(setup.target, target_params)
+  hidden = module.train_hidden(batch["tokens"], batch["positions"], batch["segments"], target)
+  states = hidden.reshape(-1, hidden.shape[-1])[batch["place"]]
+  head = module.head_weight(target)
+  ids = module.draft_ids[...] if hasattr(module, "draft_ids") else jnp.arange(head.shape[0])
+
+  def token_sums(student, rest):
+    teacher = linear(rest["hidden"], head) / options.teacher_temperature
+    weight = rest["weight"]
+    detached = jax.lax.stop_gradient(student)
+    match = ids[jnp.argmax(detached, -1)] == rest["best"]
+    alpha = losses.overlap(detached, teacher, rest["logsumexp"])
+    return {
+        "loss": jnp.sum(weight * losses.LOSSES[options.loss](student, teacher)),
+        "alpha": jnp.sum(weight * alpha), "greedy_match": jnp.sum(weight * match),
+        "count": jnp.sum(weight)}
+
+  rest = {name: batch[name] for name in ("hidden", "weight", "logsumexp", "best")}
+  return losses.chunked_sums(token_sums, states, head, rest, options.chunk)
+
+
+@functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("state",))
+def train_step(setup: Setup, state: TrainState, frozen: Any, target_params: Any, batch: dict):
+  """One update; returns the new state and metrics as sums with their count.
+
+  A step whose loss or gradient is not finite, or that has nothing supervised, changes no parameter.
+  """
+  def mean_loss(params):
+    sums = batch_sums(setup, params, frozen, target_params, batch)
+    return sums["loss"] / jnp.maximum(sums["count"], 1), sums
+
+  (loss, sums), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+  norm = optax.global_norm(grads)
+  finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+  usable = finite & (sums["count"] > 0)
+  updates, opt_state = setup.optimizer.update(grads, state.opt_state, state.params)
+  keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(usable, a, b), new, old)
+  state = TrainState(
+      params=keep(optax.apply_updates(state.params, updates), state.params),
+      opt_state=keep(opt_state, state.opt_state),
+      step=state.step + (sums["count"] > 0),
+      bad=jnp.where(finite, 0, state.bad + 1),
+      skipped=state.skipped + ~finite)
+  return state, sums | {"grad_norm": norm, "bad": state.bad, "skipped": state.skipped}
+
+
+@functools.partial(jax.jit, static_argnames=("setup",))
+def validation_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict):
+  """The sums of a batch, without a gradient."""
+  return batch_sums(setup, params, frozen, target_params, batch)
+
+
+def validate(setup: Setup, params: Any, target_params: Any, batches: Sequence[dict]) -> dict:
+  """Means over the validation batches: loss, alpha (accepted at temperature 1), greedy_match."""
+  total: dict[str, float] = {}
+  for batch in batches:
+    sums = jax.device_get(validation_sums(setup, params, setup.frozen, target_params, batch))
+    total = {name: total.get(name, 0.0) + float(value) for name, value in sums.items()}
+  return {n: v / total["count"] for n, v in total.items() if n != "count"}
+
+
+# The loop.
+
+
+def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path, began: float):
+  """Trains for the planned steps and writes the best drafter; returns counts for the manifest."""
+  steps = planned_steps(cfg, target, module, packer, folder, began)
+  setup, state = make_setup(cfg, target, module, steps)
+  every = cfg.train.eval_every or max(1, steps // 10)
+  deadline = began + 1.15 * cfg.train.budget_s if cfg.train.budget_s else float("inf")
+  with Checkpoints(folder / "checkpoints", max_to_keep=cfg.train.keep, best="max") as saved, \
+      GracefulExit() as stop:
+    extra: dict[str, Any] = {"best": None}
+    if saved.latest_step is not None:
+      restored = saved.restore(state)
+      state, extra = restored.state, restored.extra
+      print(f"{STAGE}: goes on from step {restored.step}", flush=True)
+    step, last = int(state.step), None
+    log = MetricLog(folder, step)
+    with Bar("train", total=steps, start=step) as bar:
+      while step < steps:
+        with _profile(cfg, folder, step):
+          batch = packer.batch(step)
+          state, sums = train_step(setup, state, setup.frozen, target.params, batch)
+        step += 1
+        note = None if last is None else log.step(*last, setup, packer)
+        last = (step, sums)
+        bar.advance(1, amount=float(batch["weight"].sum()), note=note)
+        late = time.monotonic() > deadline
+        if step % every == 0 or step == steps or stop.requested or late:
+          means = validate(setup, state.params, target.params, held)
+          log.validation(step, means)
+          score = means["alpha"] + means["greedy_match"]
+          if extra["best"] is None or score > extra["best"]["score"]:
+            extra = {"best": {"step": step, "score": score, **means}}
+          saved.save(step, state, extra, metric=score)
+          if stop.requested:
+            saved.wait()
+            stop.leave()
+        if late:
+          print(f"{STAGE}: stopped at step {step} of {steps}: train.budget_s is used up")
+          break
+    saved.wait()
+    skipped = int(state.skipped)
+    best = saved.restore(state, step=saved.best_step)
+  log.close()
+  final = nnx.merge(setup.graph, best.state.params, setup.frozen)
+  drafters.save_drafter(folder / "drafter", final, target, step=best.step)
+  record = best.extra["best"]
+  print(f"{STAGE}: best step {best.step}, validation alpha {record['alpha']:.3f}, "
+        f"greedy match {record['greedy_match']:.3f}")
+  return {
+      "steps": step, "planned_steps": steps, "skipped_steps": skipped, "best_step": best.step,
+      "validation": record, "epochs": packer.epoch_of(step),
+      "training_estimate": [
+          {"temperature": 0.0, "first_position": record["greedy_match"]},
+          {"temperature": 1.0, "first_position": record["alpha"]}]}
+
+
+def planned_steps(cfg, target, module, packer: Packer, folder: Path, began: float) -> int:
+  """train.steps, or as many as fit into the time left; measured once and kept in plan.json."""
+  if cfg.train.steps:
+    return cfg.train.steps
+  path = folder / "plan.json"
+  if path.exists():
+    return json.loads(path.read_text())["steps"]
+  setup, state = make_setup(cfg, target, module, 1000)
+  times = []
+  for step in range(_CALIBRATION):
+    clock = time.monotonic()
+    batch = packer.batch(step)
+    state, sums = train_step(setup, state, setup.frozen, target.params, batch)
+    jax.block_until_ready(sums)
+    times.append(time.monotonic() - clock)
+  second = float(np.median(times[1:]))
+  left = cfg.train.budget_s - (time.monotonic() - began)
+  steps = max(20, int(0.92 * left / second))
+  manifest.write_json(path, {"steps": steps, "seconds_per_step": second})
+  print(f"{STAGE}: {second:.3f} s a step, {steps} steps in {left:.0f} s", flush=True)
+  return steps
+
+
+class MetricLog:
+  """metrics.jsonl and TensorBoard; a resumed run drops what lies behind its checkpoint."""
+
+  def __init__(self, folder: Path, step: int):
+    self.path = folder / "metrics.jsonl"
+    lines = self.path.read_text().splitlines() if self.path.exists() else []
+    kept = [line for line in lines if json.loads(line)["step"] <= step]
+    self.path.write_text("".join(line + "\n" for line in kept))
+    self._file = open(self.path, "a", buffering=1)
+    self._board = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=step)
+    self._began = time.monotonic()
+
+  def step(self, step: int, sums: dict, setup: Setup, packer: Packer) -> str:
+    """Writes the metrics of a step (by now computed); returns the progress note.
+
+    Raises:
+      UserError: too many non-finite steps in a row.
+    """
+    values = {name: float(v) for name, v in jax.device_get(sums).items()}
+    count = max(values["count"], 1.0)
+    row = {
+        "loss": values["loss"] / count, "alpha": values["alpha"] / count,
+        "greedy_match": values["greedy_match"] / count, "grad_norm": values["grad_norm"],
+        "lr": float(setup.schedule(step - 1)), "epoch": packer.epoch_of(step),
+        "skipped": int(values["skipped"])}
+    self._write(step, "train", row)
+    if values["bad"] >= setup.options.max_bad_steps:
+      raise UserError(
+          f"train: {int(values['bad'])} steps in a row were not finite at step {step} "
+          f"(train.max_bad_steps={setup.options.max_bad_steps}); lower train.lr={setup.options.lr}")
+    return (f"loss {row['loss']:.3f}  alpha {row['alpha']:.3f}  "
+            f"match {row['greedy_match']:.3f}  lr {row['lr']:.1e}")
+
+  def validation(self, step: int, means: dict[str, float]) -> None:
+    """Writes the validation means."""
+    self._write(step, "validation", means)
+
+  def close(self) -> None:
+    """Flushes both files."""
+    self._file.close()
+    self._board.close()
+
+  def _write(self, step: int, split: str, row: dict) -> None:
+    seconds = round(time.monotonic() - self._began, 2)
+    self._file.write(json.dumps({"step": step, "split": split, "seconds": seconds, **row}) + "\n")
+    for name, value in row.items():
+      self._board.add_scalar(f"{split}/{name}", value, step)
+
+
+@contextlib.contextmanager
+def _profile(cfg: Config, folder: Path, step: int):
+  """Steps 5 to 7 of a profiled run go into a jax.profiler trace."""
+  if cfg.train.profile and step == 5:
+    jax.profiler.start_trace(str(folder / "profile"))
+  yield
+  if cfg.train.profile and step == 7:
+    jax.profiler.stop_trace()
