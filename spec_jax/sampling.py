@@ -29,7 +29,8 @@ class Sampling:
     greedy: every row has a temperature below GREEDY_BELOW; logits are not turned into
       probabilities at all.
     top_p: keep the smallest set of most probable ids whose mass reaches top_p (after temperature).
-    top_k: keep the k most probable ids; 0 keeps all.
+    top_k: keep the k most probable ids; 0 keeps all. Ids as probable as the last one kept stay too,
+      here and in top_p.
   """
 
   greedy: bool = True
@@ -96,10 +97,13 @@ def _invert(weights, u):
 
 
 def _invert_at(weights, level):
+  # Accelerators sum in a tree: rounding can then make the CDF rise at an id of weight zero. Only
+  # ids of positive weight count, and the level stays strictly below the highest of their sums.
   cdf = jnp.cumsum(weights, -1)
-  # Rounding can put the level at or above the last sum: stay strictly below it.
-  level = jnp.minimum(level, jnp.nextafter(cdf[..., -1], jnp.zeros_like(level)))
-  index = jnp.argmax(cdf > level[..., None], -1)
+  usable = jnp.where(weights > 0, cdf, 0.0)
+  top = jnp.max(usable, -1)
+  level = jnp.minimum(level, jnp.nextafter(top, jnp.zeros_like(top)))
+  index = jnp.argmax(usable > level[..., None], -1)
   start = jnp.take_along_axis(cdf - weights, index[..., None], -1)[..., 0]
   return index, jnp.maximum(level - start, 0.0)
 
