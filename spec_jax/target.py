@@ -5,8 +5,8 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
+from jaxtyping import Array
 
 from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig
@@ -81,12 +81,17 @@ def from_module(
   return Target(name, module.config, tokenizer, graph, params, dtype, checkpoint)
 
 
-def canonical_tensors(target: Target) -> dict[str, np.ndarray]:
-  """The target's tensors by canonical name (arrays as loaded, not copied)."""
+def canonical_tensors(target: Target) -> dict[str, Array]:
+  """The target's tensors by canonical name (arrays as loaded, not copied).
+
+  "rope_freqs" is among them when the target's file held such a table.
+  """
   module = target.module
   tensors = {"embed": module.embed[...], "final_norm": module.stack.final_norm[...]}
   if not module.config.tie_embeddings:
     tensors["head"] = module.head[...]
+  if module.stack.rope_divisors is not None:
+    tensors["rope_freqs"] = jnp.asarray(module.stack.rope_divisors, jnp.float32)
   for i, block in enumerate(module.stack.layers):
     tensors |= {f"layers.{i}.{name}": getattr(block, name)[...] for name in BLOCK_TENSORS}
   return tensors

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import safetensors
 import safetensors.numpy
 from flax import nnx
 from jaxtyping import Array
@@ -68,7 +69,7 @@ def load_drafter(source: str, target: Target, dtype: str | None = None) -> Draft
     UserError: an unknown name, a missing file, or another tokenizer (naming the first id).
   """
   dtype = dtype or target.dtype
-  if source.startswith("ngram"):
+  if source == "ngram" or source.startswith("ngram:"):
     return wrap("ngram", source, _ngram(source))
   if source == "self":
     return wrap("small_lm", "self", small_lm(target, canonical_tensors(target), target.config))
@@ -80,7 +81,8 @@ def load_drafter(source: str, target: Target, dtype: str | None = None) -> Draft
         f"drafter={source!r}: no such folder, and not a drafter's name "
         "(ngram, ngram:MAX-MIN, self, or a folder)")
   checkpoint = open_checkpoint(source)
-  check_same_vocabulary(checkpoint.tokenizer(), target.tokenizer)
+  if target.tokenizer is not None:
+    check_same_vocabulary(checkpoint.tokenizer(), target.tokenizer)
   tensors = {name: jnp.asarray(checkpoint.read(name)) for name in checkpoint.names()}
   own = {"embed": tensors["embed"], "head": tensors.get("head", tensors["embed"])}
   module = small_lm(target, tensors, checkpoint.config, dtype=dtype, own=own)
@@ -100,7 +102,7 @@ def small_lm(
 
   Args:
     target: lends embedding and head where `own` has none.
-    tensors: `layers.{i}.*` and `final_norm`.
+    tensors: `layers.{i}.*` and `final_norm`; "rope_freqs" where the layers were made with one.
     config: of the drafter.
     dtype: compute dtype, the target's by default.
     draft_ids: [Vd] reduced draft vocabulary: the head is then a copy of those rows.
@@ -110,6 +112,8 @@ def small_lm(
   shapes = tensor_shapes(config)
 
   def tensor(name):
+    if name not in tensors:
+      raise UserError(f"drafter tensor {name} is missing")
     if tensors[name].shape != shapes[name]:
       raise UserError(f"drafter tensor {name} has shape {tensors[name].shape}, not {shapes[name]}")
     return jnp.asarray(tensors[name], jnp.float32 if tensors[name].ndim == 1 else kind)
@@ -123,7 +127,10 @@ def small_lm(
   if head is None and (draft_ids is not None or kind != DTYPES[target.dtype]):
     rows = target.module.head_weight()
     head = jnp.asarray(rows if draft_ids is None else rows[jnp.asarray(draft_ids)], kind)
-  return SmallLM(config, tensor, embed=own.get("embed"), head=head, draft_ids=draft_ids)
+  divisors = np.asarray(tensors["rope_freqs"]) if "rope_freqs" in tensors else None
+  return SmallLM(
+      config, tensor, embed=own.get("embed"), head=head, draft_ids=draft_ids,
+      rope_divisors=divisors)
 
 
 def init_from_target(
@@ -135,7 +142,7 @@ def init_from_target(
     raise UserError(
         f"init_layers={init_layers} must name layers 0..{target.config.num_layers - 1}")
   source = canonical_tensors(target)
-  tensors = {"final_norm": source["final_norm"]}
+  tensors = {name: source[name] for name in ("final_norm", "rope_freqs") if name in source}
   for place, i in enumerate(init_layers):
     tensors |= {f"layers.{place}.{name}": source[f"layers.{i}.{name}"] for name in BLOCK_TENSORS}
   config = dataclasses.replace(target.config, num_layers=len(init_layers))
@@ -143,8 +150,10 @@ def init_from_target(
 
 
 def own_tensors(module: SmallLM) -> dict[str, Array]:
-  """The trained tensors of a SmallLM by canonical name."""
+  """The tensors of a SmallLM's stack by canonical name, "rope_freqs" where it has such a table."""
   tensors = {"final_norm": module.stack.final_norm[...]}
+  if module.stack.rope_divisors is not None:
+    tensors["rope_freqs"] = jnp.asarray(module.stack.rope_divisors, jnp.float32)
   for i, block in enumerate(module.stack.layers):
     tensors |= {f"layers.{i}.{name}": getattr(block, name)[...] for name in BLOCK_TENSORS}
   return tensors
@@ -175,30 +184,44 @@ def save_drafter(folder: Path, module: SmallLM, target: Target, **extra: Any) ->
 
 
 def _load_saved(folder: Path, target: Target, dtype: str) -> Drafter:
-  facts = json.loads((folder / "drafter.json").read_text())
+  facts, config = _read_facts(folder / "drafter.json")
+  if facts["kind"] != "small_lm":
+    raise UserError(f"{folder / 'drafter.json'}: kind {facts['kind']!r} is not supported")
   if target.tokenizer is not None and facts["tokenizer_hash"] != target.tokenizer.hash():
     raise UserError(f"{folder}: this drafter was made for another tokenizer than {target.name}'s")
   if facts["target_weight_hash"] != target.weight_hash:
     raise UserError(
         f"{folder}: this drafter borrows embedding and head from {facts['target']}, "
         f"whose weights differ from {target.name}'s")
-  fields = facts["config"]
-  scaling = fields["rope_scaling"]
-  config = DecoderConfig(**{
-      **fields, "eos_ids": tuple(fields["eos_ids"]),
-      "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
-  tensors = safetensors.numpy.load_file(str(folder / "drafter.safetensors"))
+  path = folder / "drafter.safetensors"
+  try:
+    tensors = safetensors.numpy.load_file(str(path))
+  except (OSError, safetensors.SafetensorError) as error:
+    raise UserError(f"{path} cannot be read: {error}") from None
   ids = tensors.pop("draft_ids", None)
   module = small_lm(target, tensors, config, dtype=dtype, draft_ids=ids)
   return wrap("small_lm", str(folder), module)
 
 
+def _read_facts(path: Path) -> tuple[dict[str, Any], DecoderConfig]:
+  try:
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    for name in ("kind", "target", "target_weight_hash", "tokenizer_hash"):
+      facts[name]
+    fields = dict(facts["config"])
+    scaling = fields["rope_scaling"]
+    fields["rope_scaling"] = None if scaling is None else RopeScaling(**scaling)
+    return facts, DecoderConfig(**{**fields, "eos_ids": tuple(fields["eos_ids"])})
+  except KeyError as error:
+    raise UserError(f"{path} has no field {error.args[0]!r}") from None
+  except (OSError, ValueError, TypeError) as error:
+    raise UserError(f"{path} cannot be read: {error}") from None
+
+
 def _ngram(source: str) -> NGram:
-  name, _, sizes = source.partition(":")
-  if name != "ngram":
-    raise UserError(f"drafter={source!r} is unknown")
-  if not sizes:
+  if source == "ngram":
     return NGram()
+  sizes = source.partition(":")[2]
   try:
     n_max, n_min = (int(part) for part in sizes.split("-"))
   except ValueError:

@@ -1,5 +1,6 @@
 """A small decoder of the target's own architecture, drafting K tokens autoregressively."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -36,10 +37,11 @@ class SmallLM(nnx.Module):
       *,
       embed: Array | None = None,
       head: Array | None = None,
-      draft_ids: Array | None = None,
+      draft_ids: Array | np.ndarray | None = None,
+      rope_divisors: np.ndarray | None = None,
   ):
     self.config = config
-    self.stack = Stack(config, tensor)
+    self.stack = Stack(config, tensor, rope_divisors)
     if embed is not None:
       self.embed = nnx.Variable(embed)
     if head is not None:
@@ -83,13 +85,16 @@ class SmallLM(nnx.Module):
     tokens = jnp.take_along_axis(context.tokens, two, 1)
     logits, state = self._pass(state, tokens, two, target)
     u = sampling_lib.uniforms(context.keys, sampling_lib.DRAFT, draft_len)
-    first, probs = self._pick(logits, u[:, 0], sampling, context.temperature)
+    pick = functools.partial(
+        self._pick, sampling=sampling, temperature=context.temperature,
+        width=target.config.vocab_size)
+    first, probs = pick(logits, u[:, 0])
 
     def step(carry, inputs):
       state, token = carry
       offset, u = inputs
       logits, state = self._pass(state, token[:, None], (length + offset)[:, None], target)
-      token, probs = self._pick(logits, u, sampling, context.temperature)
+      token, probs = pick(logits, u)
       return (state, token), (token, probs)
 
     (state, _), (rest, rest_probs) = jax.lax.scan(
@@ -118,23 +123,24 @@ class SmallLM(nnx.Module):
     out = self.stack(
         self._embed(tokens, target), positions, state, attend_length=attend_length)
     logits = linear(out.hidden[:, -1], self.head_weight(target))
-    real = target.config.vocab_real
+    real = min(self.config.vocab_real, target.config.vocab_real)  # ids that both have
     if not hasattr(self, "draft_ids") and real < logits.shape[-1]:
       logits = jnp.where(jnp.arange(logits.shape[-1]) < real, logits, -jnp.inf)
     return logits, out.cache
 
-  def _pick(self, logits, u, sampling: Sampling, temperature):
-    """A token per row and the full-vocabulary q it came from (None under greedy)."""
+  def _pick(self, logits, u, sampling: Sampling, temperature, width):
+    """A token per row and the q it came from, as wide as the target's p (None under greedy)."""
     if sampling.greedy:
-      return self._full_id(jnp.argmax(logits, -1).astype(jnp.int32)), None
+      return self._full_id(sampling_lib.argmax(logits)), None
     probs = sampling_lib.probabilities(logits, sampling, temperature)
-    return self._full_id(sampling_lib.draw(probs, u)), self._full_probs(probs)
+    return self._full_id(sampling_lib.draw(probs, u)), self._full_probs(probs, width)
 
   def _full_id(self, place):
     return self.draft_ids[...][place] if hasattr(self, "draft_ids") else place
 
-  def _full_probs(self, probs):
-    if not hasattr(self, "draft_ids"):
-      return probs
-    padded = jnp.pad(probs, ((0, 0), (0, 1)))
-    return padded[:, self.draft_place[...]]
+  def _full_probs(self, probs, width):
+    if hasattr(self, "draft_ids"):
+      padded = jnp.pad(probs, ((0, 0), (0, 1)))
+      return padded[:, self.draft_place[...]]
+    # The padding of the two vocabularies may differ; what is cut here has probability zero.
+    return jnp.pad(probs[:, :width], ((0, 0), (0, max(0, width - probs.shape[1]))))
