@@ -170,6 +170,9 @@ class Stack(nnx.Module):
         for i in range(config.num_layers)])
     self.final_norm = nnx.Param(tensor("final_norm"))
     self.inverse_frequencies = tuple(rope_inverse_frequencies(config, rope_divisors).tolist())
+    # Kept, because the config does not say them: a drafter made of these layers needs them too.
+    self.rope_divisors = None if rope_divisors is None else tuple(
+        np.asarray(rope_divisors, np.float32).tolist())
 
   def __call__(
       self,
