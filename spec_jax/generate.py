@@ -5,6 +5,7 @@ number. Within a bucket rows that finish are refilled from the queue between chu
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -141,6 +142,8 @@ def encode_prompt(
   Raises:
     UserError: the prompt is empty, or holds an id outside the vocabulary.
   """
+  if not isinstance(prompt, str | Sequence | np.ndarray):
+    raise UserError(f"prompt {index} is {prompt!r}, neither a string, a chat nor a list of ids")
   if isinstance(prompt, str):
     ids = target.tokenizer.encode(prompt, add_special=True)
   elif len(prompt) and isinstance(prompt[0], dict):
@@ -189,10 +192,16 @@ class Run:
       self, target, drafter, prompts, *, draft_len, temperature=0.0, top_p=1.0, top_k=0, rule=None,
       max_new_tokens=64, stop=(), seed=0, batch_size=8, max_length=None, force_reject=False,
       eos_ids=None, sequence_ids=None, keep_hidden=False, template_args=None):
+    if isinstance(prompts, str):
+      raise UserError("prompts must be a list, also of one string")
     count = len(prompts)
-    self.target, self.stop = target, tuple(stop)
+    self.target, self.stop = target, (stop,) if isinstance(stop, str) else tuple(stop)
+    if "" in self.stop:
+      raise UserError("stop holds an empty string")
     self.ids = [encode_prompt(target, p, i, template_args) for i, p in enumerate(prompts)]
-    limit = max_length or target.config.max_position
+    limit = target.config.max_position if max_length is None else max_length
+    if not 1 <= limit <= target.config.max_position:
+      raise UserError(f"max_length={max_length} must be in 1..{target.config.max_position}")
     for i, row in enumerate(self.ids):
       if len(row) > limit:
         raise UserError(f"prompt {i} has {len(row)} tokens and the context holds {limit}")
@@ -208,6 +217,9 @@ class Run:
         int(min(b, limit - len(row) + 1)) for b, row in zip(budgets, self.ids, strict=True)]
     self.temperatures = _per_prompt("temperature", temperature, count)
     coldest, warmest = min(self.temperatures, default=0.0), max(self.temperatures, default=0.0)
+    for heat in self.temperatures:
+      if not math.isfinite(heat):
+        raise UserError(f"temperature={heat} must be a finite number")
     chosen = verify.choose(rule, coldest, warmest)
     settings = Sampling(chosen.name == "greedy", float(top_p), int(top_k))
     eos = target.config.eos_ids if eos_ids is None else tuple(eos_ids)
