@@ -64,8 +64,18 @@ def probabilities(
     least = jnp.min(jnp.where(before < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
     kept = jnp.where(probs >= least, probs, 0.0)
     probs = kept / jnp.sum(kept, axis=-1, keepdims=True)
-  best = jnp.argmax(logits, -1, keepdims=True)
+  best = argmax(logits)[..., None]
   return jnp.where(cold, (jnp.arange(logits.shape[-1]) == best).astype(jnp.float32), probs)
+
+
+def argmax(scores: Float[Array, "*n V"]) -> Int[Array, "*n"]:
+  """Index of the largest score, the lowest on ties.
+
+  Two plain reductions: XLA:CPU runs them several times faster than `jnp.argmax`.
+  """
+  top = jnp.max(scores, -1, keepdims=True)
+  places = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+  return jnp.min(jnp.where(scores == top, places, scores.shape[-1] - 1), -1)
 
 
 def log_probability(

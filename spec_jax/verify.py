@@ -21,7 +21,7 @@ def greedy(
 ) -> Verdict:
   """Accepts while the draft is the argmax of the float32 logits; ties go to the lowest id."""
   del keys
-  best = jnp.argmax(logits, -1).astype(jnp.int32)
+  best = sampling.argmax(logits)
   accepted = _prefix(proposal.tokens == best[:, :-1], limit)
   return Verdict(accepted, jnp.take_along_axis(best, accepted[:, None], 1)[:, 0])
 

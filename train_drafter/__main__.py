@@ -255,6 +255,9 @@ def _wrong_field(name: str, names: dict[str, bool]) -> str:
 
 def main() -> None:
   """The command line: exit status 2 and one line for bad input, 130 for an interrupt."""
+  from spec_jax import platform
+
+  platform.tune_process()
   define_flags(flags.FLAGS, sys.argv)
 
   def run(options: Options) -> None:

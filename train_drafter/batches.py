@@ -63,10 +63,11 @@ class Packer:
     self.pad_id = pad_id
     supervised = sum(d.supervised for d in documents)
     share = supervised / sum(len(d.tokens) for d in documents)
-    # A row's share of supervised positions is bounded near the mean, so that their buffer can be
-    # small; a single document always fits.
-    longest = max(d.supervised for d in documents)
-    self.row_supervised = max(longest, min(seq_len, int(1.1 * share * seq_len) + 1))
+    # The supervised positions of a row are bounded near their mean share, so that the buffer of a
+    # batch can be small; a single document always fits.
+    wanted = max(rows * share * seq_len, max(d.supervised for d in documents) * rows * 0.5)
+    self.places = -(-int(1.05 * wanted) // chunk) * chunk
+    self.row_supervised = max(self.places // rows, max(d.supervised for d in documents))
     self.places = -(-rows * self.row_supervised // chunk) * chunk
     self._epochs: list[list[list[int]]] = []
 

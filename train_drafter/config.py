@@ -69,8 +69,8 @@ class TrainConfig:
   loss: str = "fkl"
   steps: int = 0  # 0: as many as fit into budget_s, measured at the start
   budget_s: float = 480.0  # also the hard limit of the stage; 0 for no limit
-  batch_rows: int = 4
-  seq_len: int = 512
+  batch_rows: int = 8
+  seq_len: int = 256
   lr: float = 1e-3
   warmup: float = 0.03  # share of the steps
   final_lr: float = 0.05  # of lr, at the end of the cosine
@@ -80,7 +80,7 @@ class TrainConfig:
   max_bad_steps: int = 20  # non-finite steps in a row (each skipped and counted) before it stops
   dtype: str = "bfloat16"  # of the matmuls; master weights are float32
   teacher_temperature: float = 1.0
-  chunk: int = 512  # supervised positions scored at once
+  chunk: int = 256  # supervised positions scored at once
   validation: int = 32  # answers held out of training
   eval_every: int = 0  # steps; 0 for a tenth of the run
   keep: int = 2  # newest checkpoints that stay, besides the best

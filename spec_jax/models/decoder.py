@@ -5,6 +5,7 @@ The residual stream and every normalisation are float32; matmuls take the comput
 accumulate in float32.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -52,10 +53,10 @@ def _linear_bwd(saved, g):
   x, w = saved
   g2 = g.reshape(-1, g.shape[-1]).astype(w.dtype)
   x2 = x.reshape(-1, x.shape[-1]).astype(w.dtype)
-  # Both gradients in the form that contracts the last axes, with explicit transposes: XLA:CPU runs
-  # the other bfloat16 contractions several times slower.
-  dx = _dot(g2, jax.lax.optimization_barrier(w.T))
-  dw = _dot(jax.lax.optimization_barrier(g2.T), jax.lax.optimization_barrier(x2.T))
+  wide = jnp.promote_types(w.dtype, jnp.float32)
+  dot = functools.partial(jax.lax.dot_general, preferred_element_type=wide)
+  dx = dot(g2, w, (((1,), (0,)), ((), ())))
+  dw = dot(g2, x2, (((0,), (0,)), ((), ())))
   return dx.reshape(x.shape).astype(x.dtype), dw.astype(w.dtype)
 
 
