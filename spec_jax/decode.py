@@ -99,7 +99,7 @@ def init_state(program: Program, params: Any, rows: int, capacity: int, max_new:
     capacity: S, at least the longest prompt plus max_new plus K + 1.
     max_new: M.
   """
-  target, drafter = _merge(program, params)
+  target, drafter = merge(program, params)
   W = program.draft_len + 1
   ints = lambda *shape: jnp.zeros(shape, jnp.int32)
   dtype = target.embed[...].dtype
@@ -135,7 +135,7 @@ def insert(
   Each row leaves with its first token committed: that token comes from the prefill and belongs to
   no round. A place >= B is dropped, which is how a group of fewer than R prompts is padded.
   """
-  target, drafter = _merge(program, params)
+  target, drafter = merge(program, params)
   R, P = tokens.shape
   positions = jnp.broadcast_to(jnp.arange(P), (R, P))
   dtype = target.embed[...].dtype
@@ -214,10 +214,10 @@ def chunk(
 
 def one_round(program: Program, params: Any, state: State, force_reject: Array) -> State:
   """Draft, verify, commit: a pure function of the state."""
-  target, drafter = _merge(program, params)
+  target, drafter = merge(program, params)
   K = program.draft_len
   keys = sampling_lib.round_keys(state.keys, state.length)
-  proposal, draft = _propose(program, drafter, target, state, keys)
+  proposal, draft = propose(program, drafter, target, state, keys)
   limit = jnp.where(force_reject, 0, jnp.full_like(state.length, K))
   if drafter is not None:  # past its own context the drafter's guesses are not used
     limit = jnp.where(state.length + K <= drafter.max_position, limit, 0)
@@ -278,7 +278,8 @@ def _commit(program, state, proposal, verdict, logits, hidden, limit) -> State:
       rounds=state.rounds + running)
 
 
-def _propose(program, drafter, target, state, keys):
+def propose(program, drafter, target, state, keys):
+  """The drafts of one round for every row, and the drafter's new state."""
   if drafter is None:
     return Proposal(jnp.zeros((state.length.shape[0], 0), jnp.int32), None), state.draft
   context = Context(state.tokens, state.length, keys, state.temperature)
@@ -300,7 +301,8 @@ def _is_eos(program: Program, tokens: Array) -> Array:
   return hit
 
 
-def _merge(program: Program, params: Any):
+def merge(program: Program, params: Any):
+  """The target and the drafter (None for plain decoding) as modules."""
   target, drafter = params
   merged = None if program.drafter is None else nnx.merge(program.drafter, drafter)
   return nnx.merge(program.target, target), merged
