@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+Numbers = np.ndarray | Sequence  # one axis of numbers
 REASONS = ("eos", "stop", "length")
 RESAMPLES = 2000
 LEVEL = 0.95
@@ -48,9 +49,9 @@ class RowRecords:
     ValueError: an invariant does not hold; the message names field, round and values.
   """
 
-  proposed: np.ndarray
-  accepted: np.ndarray
-  emitted: np.ndarray
+  proposed: Numbers
+  accepted: Numbers
+  emitted: Numbers
   reason: str
 
   def __post_init__(self):
@@ -354,7 +355,7 @@ def before_first_loop(row: RowRecords, tokens: Sequence[int]) -> RowRecords:
   return RowRecords(row.proposed[:keep], row.accepted[:keep], row.emitted[:keep], "length")
 
 
-def paired_ratio(a: Sequence[float], b: Sequence[float], *, seed: int = 0,
+def paired_ratio(a: Numbers, b: Numbers, *, seed: int = 0,
                  resamples: int = RESAMPLES, level: float = LEVEL) -> dict:
   """Compares paired measurements: a[i] and b[i] were taken right after one another.
 

@@ -95,12 +95,15 @@ class EvaluateConfig:
   draft_len: int = 5
   temperatures: tuple[float, ...] = (0.0, 1.0)
   rule: str = "ratio"  # at temperatures above zero; at zero it is greedy
-  dtype: str = "float32"  # of the acceptance runs
-  drafter_dtype: str = "float32"
+  greedy_dtype: str = "float32"  # of the acceptance runs at temperature zero
+  dtype: str = "bfloat16"  # of those above zero
+  drafter_dtype: str = "bfloat16"
   speed_dtypes: tuple[str, ...] = ("float32", "bfloat16")
   max_new_tokens: int = 128
-  batch_size: int = 16
-  speed_prompts: int = 18  # timed one by one, plain and speculative interleaved; 0 for all
+  batch_size: int = 32
+  untrained_per_category: int = 4  # prompts of the untrained control; 0 for all
+  same_shape: bool = True  # greedy text of all prompts against the same-shape baseline
+  speed_prompts: int = 9  # timed one by one, plain and speculative interleaved; 0 for all
   ngram: str = "ngram:3-1"
   seed: int = 0
 
@@ -130,7 +133,7 @@ def finalize(cfg: Config) -> None:
   del cfg
 
 
-_DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16")
 _AT_LEAST = {  # field -> smallest value allowed
     "prompts.count": 0, "prompts.self_written": 0, "prompts.eval_per_category": 0,
     "prompts.overlap_words": 1,
@@ -141,10 +144,11 @@ _AT_LEAST = {  # field -> smallest value allowed
     "train.lr": 0, "train.clip": 0, "train.max_bad_steps": 1, "train.chunk": 1,
     "train.validation": 1, "train.eval_every": 0, "train.keep": 1, "train.weight_decay": 0,
     "evaluate.draft_len": 1, "evaluate.max_new_tokens": 1, "evaluate.batch_size": 1,
-    "evaluate.speed_prompts": 0, "export.prompts": 1}
+    "evaluate.speed_prompts": 0, "evaluate.untrained_per_category": 0, "export.prompts": 1}
 _ONE_OF = {
-    "target.dtype": _DTYPES, "train.dtype": _DTYPES, "evaluate.dtype": _DTYPES,
-    "evaluate.drafter_dtype": _DTYPES, "drafter.kind": ("small_lm",), "train.loss": ("fkl",),
+    "target.dtype": DTYPES, "train.dtype": DTYPES, "evaluate.dtype": DTYPES,
+    "evaluate.greedy_dtype": DTYPES,
+    "evaluate.drafter_dtype": DTYPES, "drafter.kind": ("small_lm",), "train.loss": ("fkl",),
     "drafter.init": ("target", "random"), "evaluate.rule": ("ratio",)}
 _SHARES = {  # field -> zero allowed
     "prompts.max_dropped_share": True, "prompts.self_written_top_p": False,
@@ -170,9 +174,9 @@ def validate(cfg: Config) -> None:
   for name in ("generate.temperatures", "evaluate.temperatures"):
     if not _get(cfg, name) or min(_get(cfg, name)) < 0:
       raise UserError(f"{name}={_get(cfg, name)} must hold temperatures >= 0")
-  if not set(cfg.evaluate.speed_dtypes) <= set(_DTYPES):
+  if not set(cfg.evaluate.speed_dtypes) <= set(DTYPES):
     raise UserError(
-        f"evaluate.speed_dtypes={cfg.evaluate.speed_dtypes} must be among {', '.join(_DTYPES)}")
+        f"evaluate.speed_dtypes={cfg.evaluate.speed_dtypes} must be among {', '.join(DTYPES)}")
   if not cfg.drafter.init_layers:
     raise UserError("drafter.init_layers=() must name at least one target layer")
   if not cfg.train.teacher_temperature > 0:

@@ -18,10 +18,12 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from spec_jax import records as metrics
 from spec_jax.errors import UserError
 from spec_jax.records import RowRecords
+from train_drafter import manifest
 from train_drafter.report_schema import (
   DEFINITIONS,
   SCHEMA_VERSION,
@@ -31,7 +33,7 @@ from train_drafter.report_schema import (
 from train_drafter.report_text import markdown, print_report, setting_label, tau_text
 from train_drafter.templates import CATEGORIES
 
-__all__ = ["build_report", "load_records", "print_report", "report_from_folder",
+__all__ = ["build_report", "load_records", "print_report", "report_from_folder", "run",
            "save_evaluation", "save_records", "validate_report", "write_report"]
 
 RECORDS_FILE = "records.jsonl"
@@ -238,7 +240,13 @@ def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: i
   for name in controls:
     for key, rows in records[name].items():
       ours = records[drafter].get(key)
-      if ours is not None and {r["id"] for r in ours} != {r["id"] for r in rows}:
+      if ours is None:
+        continue
+      ids, theirs = {r["id"] for r in ours}, {r["id"] for r in rows}
+      if theirs < ids:
+        warnings.append(f"{name} was decoded on {len(theirs)} of the {len(ids)} prompts at "
+                        f"T={key[0]:g}: its figures rest on those")
+      elif theirs != ids:
         warnings.append(f"{name} was decoded on other prompts than {drafter} at T={key[0]:g}: "
                         "their figures cannot be compared")
   if training_estimate is None:
@@ -364,3 +372,22 @@ def report_from_folder(folder: str | Path) -> dict:
     return build_report(records=load_records(folder / RECORDS_FILE), **measurements)
   except (TypeError, ValueError) as error:
     raise UserError(f"{path}: {error}") from None
+
+
+def run(cfg: Any, workdir: str | Path) -> Path:
+  """The report stage: rebuilds report.json and report.md of a finished evaluation, and prints it.
+
+  Args:
+    cfg: of the run; the evaluation holds all that is needed.
+    workdir: folder of the run.
+
+  Raises:
+    UserError: the evaluate stage has not run.
+  """
+  del cfg
+  folder = Path(workdir) / "evaluate"
+  manifest.require(folder, "evaluate")
+  report = report_from_folder(folder)
+  write_report(report, folder)
+  print_report(report)
+  return folder

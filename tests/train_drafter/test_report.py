@@ -208,6 +208,9 @@ def test_category_behind_its_untrained_self_is_named():
 def test_controls_on_other_prompts_warn():
   records = hand_written()
   records["ngram"][GREEDY] = records["ngram"][GREEDY][:2]
+  assert any("ngram was decoded on 2 of the" in w
+             for w in build_report(**arguments(records=records))["warnings"])
+  records["ngram"][GREEDY].append(prompt("elsewhere", "qa", [0, 1]))
   assert any("ngram was decoded on other prompts" in w
              for w in build_report(**arguments(records=records))["warnings"])
 
@@ -320,7 +323,7 @@ def test_missing_and_empty_files_are_named(tmp_path):
     load_records(tmp_path / "records.jsonl")
   save_evaluation(tmp_path, **arguments())
   (tmp_path / "evaluation.json").write_text('{"tarket": 1}')
-  with pytest.raises(UserError, match="evaluation.json: .*tarket"):
+  with pytest.raises(UserError, match="evaluation.json: .*tar[gk]et"):
     report_from_folder(tmp_path)
 
 

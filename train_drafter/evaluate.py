@@ -1,0 +1,384 @@
+"""The evaluate stage: real speculative decoding of the held-out prompts, and the report.
+
+Reads `prompts/eval.jsonl` and `train/drafter`; writes `evaluate/`: one file of records for each
+drafter and setting (a stopped stage goes on with the missing ones), one of speed and identity for
+each dtype, and from them report.json and report.md, which are also printed.
+
+Identity is measured twice. Over all evaluation prompts in float32, batched: the text of the
+same-shape baseline (every draft refused, in the executable that decodes speculatively) against the
+speculative text. And on the prompts that are timed one by one, for each dtype: the very decodes
+whose speed is reported, against plain decoding and against the same-shape baseline.
+"""
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import spec_jax
+from spec_jax import drafters as drafters_lib
+from spec_jax import records as metrics
+from spec_jax import sampling
+from spec_jax.drafters import Drafter
+from spec_jax.errors import UserError
+from spec_jax.generate import Finished, Run, encode_prompt
+from spec_jax.target import Target
+from train_drafter import config as config_lib
+from train_drafter import manifest, report, speed
+from train_drafter.config import Config
+from train_drafter.generate import read_jsonl, target_id
+from train_drafter.progress import Bar
+from train_drafter.train import draft_vocabulary, initial_drafter
+
+STAGE = "evaluate"
+TRAINED, NGRAM, UNTRAINED = "small_lm", "ngram", "untrained"
+_WIDTH = 32  # prefill widths are multiples of it
+_COST_REPEATS = 11
+_LEAST_TIMED = 8  # rounds' worth of tokens below which a decode is too short to time
+# Two logits closer than this may swap between a pass of width 1 and one of width K + 1: twice the
+# measured difference, and never more than the cap.
+_TOLERANCE_CAP = {"float32": 1e-3, "bfloat16": 0.5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+  """One target in one dtype with its drafters, and the encoded prompts.
+
+  Attributes:
+    cfg: of the run.
+    workdir: its folder.
+    target: in the dtype of this part of the evaluation.
+    prompts: lines of eval.jsonl.
+    ids: their token ids.
+  """
+
+  cfg: Config
+  workdir: Path
+  target: Target
+  prompts: list[dict]
+  ids: list[list[int]]
+
+  @property
+  def size(self) -> int:
+    """Width of the prefill: every prompt fits."""
+    return -(-max(len(row) for row in self.ids) // _WIDTH) * _WIDTH
+
+  def drafter(self, name: str) -> Drafter:
+    """The trained drafter or one of the controls."""
+    dtype = self.cfg.evaluate.drafter_dtype
+    if name == NGRAM:
+      return spec_jax.load_drafter(self.cfg.evaluate.ngram, self.target)
+    if name == TRAINED:
+      return spec_jax.load_drafter(str(self.workdir / "train" / "drafter"), self.target, dtype)
+    vocabulary = draft_vocabulary(self.workdir / "train")
+    module = initial_drafter(self.cfg, self.target, vocabulary, dtype)
+    return drafters_lib.wrap("small_lm", name, module)
+
+  def spread(self, per_category: int) -> list[int]:
+    """Indices of the first prompts of every category, all of them for 0."""
+    seen: dict[str, int] = {}
+    kept = []
+    for i, prompt in enumerate(self.prompts):
+      seen[prompt["category"]] = seen.get(prompt["category"], 0) + 1
+      if not per_category or seen[prompt["category"]] <= per_category:
+        kept.append(i)
+    return kept
+
+  def timed(self) -> list[int]:
+    """Indices of the prompts that are timed: taken from the categories in turn."""
+    place: dict[str, int] = {}
+    order = []
+    for i, prompt in enumerate(self.prompts):
+      place[prompt["category"]] = place.get(prompt["category"], 0) + 1
+      order.append((place[prompt["category"]], i))
+    ranked = [i for _, i in sorted(order)]
+    return ranked[:self.cfg.evaluate.speed_prompts or len(ranked)]
+
+
+def run(cfg: Config, workdir: Path) -> Path:
+  """Writes `workdir`/evaluate and prints the report; reuses what is there.
+
+  Raises:
+    UserError: a stage before it has not run, or the folder belongs to another config.
+  """
+  workdir = Path(workdir)
+  folder = workdir / STAGE
+  inputs = {name: manifest.require(workdir / name, name) for name in ("prompts", "train")}
+  options = cfg.evaluate
+  # Every dtype is loaded once and does all its work: first float32, whose greedy text is exact.
+  kinds = [k for k in config_lib.DTYPES
+           if k in (options.dtype, options.greedy_dtype, *options.speed_dtypes)]
+  target = spec_jax.load_target(cfg.target.source, dtype=kinds[0])
+  opened = manifest.begin(
+      folder, stage=STAGE, config=config_lib.part(cfg, "evaluate"), inputs=inputs,
+      target=target_id(target))
+  if opened.complete:
+    print(f"{STAGE}: reused")
+    report.print_report(report.report_from_folder(folder))
+    return folder
+  prompts = read_jsonl(workdir / "prompts" / "eval.jsonl")
+  args = config_lib.template_args(cfg)
+  ids = [encode_prompt(target, p["messages"], i, args) for i, p in enumerate(prompts)]
+  spent: dict[str, float] = {}
+  for kind in kinds:
+    if target.dtype != kind:
+      target = spec_jax.load_target(cfg.target.source, dtype=kind)
+    bench = Bench(cfg, workdir, target, prompts, ids)
+    for heat, rule in settings(cfg):
+      if kind == (options.greedy_dtype if heat == 0 else options.dtype):
+        for name in (TRAINED, NGRAM, UNTRAINED):
+          with _clock(spent, f"acceptance {name} T={heat:g}"):
+            acceptance(bench, name, heat, rule)
+    if kind == options.greedy_dtype and options.same_shape and 0 in options.temperatures:
+      with _clock(spent, f"identity {kind}"):
+        identity_of_all(bench)
+    if kind in options.speed_dtypes:
+      with _clock(spent, f"speed {kind}"):
+        speed_and_identity(bench)
+  made = collect(cfg, workdir, opened, inputs["train"].counts, len(prompts))
+  report.write_report(made, folder)
+  manifest.finish(folder, opened, {
+      "prompts": len(prompts), "seconds": {n: round(s, 1) for n, s in spent.items()}})
+  report.print_report(made)
+  return folder
+
+
+def settings(cfg: Config) -> list[tuple[float, str]]:
+  """(temperature, rule) of every acceptance run, coldest first."""
+  return [(float(t), "greedy" if t < sampling.GREEDY_BELOW else cfg.evaluate.rule)
+          for t in sorted(set(cfg.evaluate.temperatures))]
+
+
+# Acceptance.
+
+
+def records_path(workdir: Path, name: str, temperature: float) -> Path:
+  """Where the records of one drafter at one temperature lie."""
+  return workdir / STAGE / "parts" / f"{name}-T{temperature:g}.jsonl"
+
+
+def acceptance(bench: Bench, name: str, temperature: float, rule: str) -> list[dict]:
+  """Records of one drafter at one temperature; decoded unless they lie there already."""
+  path = records_path(bench.workdir, name, temperature)
+  if not path.exists():
+    options = bench.cfg.evaluate
+    members = bench.spread(options.untrained_per_category if name == UNTRAINED else 0)
+    done = decode_all(
+        bench, bench.drafter(name), members, temperature, title=f"{name} T={temperature:g}")
+    rows = [{"id": bench.prompts[i]["id"], "category": bench.prompts[i]["category"],
+             "records": row.records, "tokens": row.tokens} for i, row in sorted(done.items())]
+    report.save_records(path, {name: {(temperature, rule): rows}})
+  return report.load_records(path)[name][temperature, rule]
+
+
+def decode_all(
+    bench: Bench, drafter: Drafter | None, members: Sequence[int], temperature: float, *,
+    title: str, force_reject: bool = False) -> dict[int, Finished]:
+  """Decodes the prompts `members` in one batch shape, the rows refilled; by index."""
+  options = bench.cfg.evaluate
+  # The longest prompts first: neighbours in the queue then need about the same prefill.
+  members = sorted(members, key=lambda i: -len(bench.ids[i]))
+  work = Run(
+      bench.target, drafter, [bench.ids[i] for i in members], draft_len=options.draft_len,
+      temperature=temperature, rule=None if temperature < sampling.GREEDY_BELOW else options.rule,
+      max_new_tokens=options.max_new_tokens, seed=options.seed, batch_size=options.batch_size,
+      force_reject=force_reject, sequence_ids=members)
+  done: dict[int, Finished] = {}
+  with Bar(title, total=len(members)) as bar:
+    for row in work.bucket(bench.size, range(len(members))):
+      done[members[row.index]] = row
+      bar.advance(1, amount=len(row.tokens))
+  return done
+
+
+# Identity.
+
+
+def identity_of_all(bench: Bench) -> list[dict]:
+  """Greedy text of all prompts against the same-shape baseline, with the ngram drafter."""
+  def measure():
+    ours = {r["id"]: r["tokens"] for r in acceptance(bench, NGRAM, 0.0, "greedy")}
+    everything = range(len(bench.prompts))
+    theirs = decode_all(
+        bench, bench.drafter(NGRAM), everything, 0.0, title="same-shape baseline",
+        force_reject=True)
+    pairs = [(ours[bench.prompts[i]["id"]], theirs[i].tokens) for i in everything]
+    return [{
+        "dtype": bench.target.dtype, "drafter": NGRAM, "prompts": len(pairs),
+        "identical_same_shape": metrics.identical_share(*zip(*pairs, strict=True)),
+        "identical_width_1": None, "batch_size": bench.cfg.evaluate.batch_size,
+        "decode": "acceptance"}]
+
+  return _kept(bench.workdir / STAGE / "parts" / "identity.json", measure)
+
+
+def speed_and_identity(bench: Bench) -> dict[str, list[dict]]:
+  """Speed and identity of one dtype from the same decodes, prompt by prompt."""
+  path = bench.workdir / STAGE / "parts" / f"speed-{bench.target.dtype}.json"
+  return _kept(path, lambda: _measure_speed(bench))
+
+
+def _measure_speed(bench: Bench) -> dict[str, list[dict]]:
+  options = bench.cfg.evaluate
+  make = lambda drafter: speed.Single(
+      bench.target, drafter, options.draft_len, bench.size, options.max_new_tokens)
+  plain = make(None)
+  sides = {name: make(bench.drafter(name)) for name in (NGRAM, TRAINED)}
+  members = bench.timed()
+  text: dict[str, list[list[int]]] = {n: [] for n in ("plain", "same shape", *sides)}
+  rate: dict[str, list[float]] = {n: [] for n in ("plain", *sides)}
+  for single in (plain, *sides.values()):
+    single(bench.ids[members[0]], budget=2)
+  with Bar(f"speed {bench.target.dtype}", total=len(members)) as bar:
+    for turn, i in enumerate(members):
+      order = ["plain", *sides]
+      if turn % 2:
+        order.reverse()  # whatever comes first meets the caches as the other side left them
+      for name in order:
+        row, seconds = (plain if name == "plain" else sides[name])(bench.ids[i])
+        text[name].append(row.tokens)
+        # The first token came from the prefill.
+        rate[name].append((len(row.tokens) - 1) / seconds if len(row.tokens) > 1 else 0.0)
+        bar.advance(0, amount=len(row.tokens))
+      text["same shape"].append(sides[NGRAM](bench.ids[i], force_reject=True)[0].tokens)
+      bar.advance(1)
+  price = speed.costs(sides, bench.ids[members[0]], _COST_REPEATS)
+  enough = [k for k, tokens in enumerate(text["plain"]) if len(tokens) > _LEAST_TIMED]
+  if not enough:
+    raise UserError(f"evaluate: every one of {len(members)} timed answers has at most "
+                    f"{_LEAST_TIMED} tokens, too few to time")
+  tolerance = rounding_tolerance(bench, text["plain"][enough[0]], bench.ids[members[enough[0]]])
+  speeds, identities = [], []
+  for name in sides:
+    pair = metrics.paired_ratio(
+        [rate[name][k] for k in enough], [rate["plain"][k] for k in enough], seed=options.seed)
+    speeds.append({
+        "dtype": bench.target.dtype, "drafter": name, "temperature": 0.0,
+        "plain_tokens_per_s": pair["b_median"], "speculative_tokens_per_s": pair["a_median"],
+        "speedup": pair["ratio"], "speedup_ci": pair["ratio_ci"], "pairs": pair["pairs"],
+        "batch_size": 1, **price[name]})
+    identities.append({
+        "dtype": bench.target.dtype, "drafter": name, "prompts": len(members),
+        "identical_same_shape": metrics.identical_share(text[name], text["same shape"])
+        if name == NGRAM else None,
+        "identical_width_1": metrics.identical_share(text[name], text["plain"]),
+        "batch_size": 1, "decode": "speed", "tolerance": tolerance,
+        "divergences": divergences(bench, members, text[name], text["plain"], tolerance)})
+  return {"speed": speeds, "identity": identities}
+
+
+def divergences(
+    bench: Bench, members: Sequence[int], ours: Sequence[list[int]], theirs: Sequence[list[int]],
+    tolerance: float) -> list[dict]:
+  """Where texts part: prompt, length of the equal part, and the target's margin there.
+
+  The margin is that between the two logits that compete, in a pass over the whole prefix; above the
+  tolerance the difference is no rounding but an error.
+  """
+  out = []
+  for i, a, b in zip(members, ours, theirs, strict=True):
+    if a == b:
+      continue
+    same = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
+                min(len(a), len(b)))
+    logits = _prefix_logits(bench, bench.ids[i] + b[:same])
+    top = np.sort(logits)[-2:]
+    margin = float(top[1] - top[0])
+    out.append({"id": bench.prompts[i]["id"], "equal_tokens": same, "margin": margin,
+                "within_tolerance": margin <= tolerance})
+  return out
+
+
+def rounding_tolerance(bench: Bench, tokens: Sequence[int], prompt: Sequence[int]) -> float:
+  """Twice the largest logit difference between passes of width 1 and of width K + 1 over the same
+  text, at most the cap of the dtype."""
+  width = bench.cfg.evaluate.draft_len + 1
+  count = len(tokens) // width * width
+  if count == 0:
+    return 0.0
+  single = speed.Single(
+      bench.target, None, 0, bench.size, bench.cfg.evaluate.max_new_tokens + width)
+  worst = 0.0
+  program, params, state = single.prefilled(prompt)
+  one, wide = state.cache, jax.tree.map(jnp.copy, state.cache)
+  start = len(prompt)
+  for at in range(0, min(count, 4 * width), width):
+    block = jnp.asarray([list(tokens[at:at + width])], jnp.int32)
+    both, wide = speed.block_logits(program, params, wide, block, jnp.asarray([start + at + 1]))
+    for k in range(width):
+      row, one = speed.block_logits(
+          program, params, one, block[:, k:k + 1], jnp.asarray([start + at + k + 1]))
+      worst = max(worst, float(jnp.max(jnp.abs(row[:, 0] - both[:, k]))))
+  return min(2 * worst, _TOLERANCE_CAP[bench.target.dtype])
+
+
+def _prefix_logits(bench: Bench, ids: Sequence[int]) -> np.ndarray:
+  """Logits [V] behind `ids`, from one pass over all of them."""
+  padded = np.zeros((1, bench.size + bench.cfg.evaluate.max_new_tokens), np.int32)
+  padded[0, :len(ids)] = ids
+  return np.asarray(speed.last_logits(
+      bench.target.graph, bench.target.params, padded, jnp.asarray(len(ids) - 1)))
+
+
+# The report.
+
+
+def collect(
+    cfg: Config, workdir: Path, opened: manifest.Manifest, trained: dict[str, Any],
+    prompts: int) -> dict:
+  """Saves the raw material in the stage folder and builds the report from it."""
+  folder = workdir / STAGE
+  options = cfg.evaluate
+  rows = {
+      name: {(heat, rule): report.load_records(records_path(workdir, name, heat))[name][heat, rule]
+             for heat, rule in settings(cfg)}
+      for name in (TRAINED, NGRAM, UNTRAINED)}
+  parts = folder / "parts"
+  speeds, identities = [], []
+  if (parts / "identity.json").exists():
+    identities += json.loads((parts / "identity.json").read_text())
+  for kind in options.speed_dtypes:
+    part = json.loads((parts / f"speed-{kind}.json").read_text())
+    speeds += part["speed"]
+    identities += part["identity"]
+  report.save_evaluation(
+      folder, records=rows, target=cfg.target.source, drafter=TRAINED,
+      draft_len=options.draft_len, max_new_tokens=options.max_new_tokens, speed=speeds,
+      identity=identities, training_estimate=trained.get("training_estimate", []),
+      seed=options.seed,
+      provenance={
+          "packages": opened.packages, "git_commit": opened.git_commit, "created": opened.created,
+          "inputs": opened.inputs, "target_weights": opened.target.weights, "prompts": prompts,
+          "device": jax.devices()[0].device_kind, "cores": os.cpu_count(),
+          "greedy_dtype": options.greedy_dtype, "dtype": options.dtype,
+          "drafter_dtype": options.drafter_dtype, "batch_size": options.batch_size,
+          "untrained_per_category": options.untrained_per_category})
+  return report.report_from_folder(folder)
+
+
+def _kept(path: Path, measure: Callable[[], Any]) -> Any:
+  """The JSON at `path`, measured and written when it is not there."""
+  if not path.exists():
+    path.parent.mkdir(parents=True, exist_ok=True)
+    manifest.write_json(path, measure())
+  return json.loads(path.read_text())
+
+
+class _clock:
+  """Adds the seconds of a block to `spent[name]`."""
+
+  def __init__(self, spent: dict[str, float], name: str):
+    self.spent, self.name = spent, name
+
+  def __enter__(self):
+    self.began = time.monotonic()
+
+  def __exit__(self, *error):
+    self.spent[self.name] = time.monotonic() - self.began

@@ -1,0 +1,167 @@
+"""Timing of decoding: single prompts, and the passes a round consists of.
+
+Called by `train_drafter.evaluate` and by the benchmarks. Everything compiles in a warm-up before a
+clock starts, and what is compared is timed in turn, so that a slow moment of the machine hits both
+sides.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int
+
+from spec_jax import decode
+from spec_jax import sampling as sampling_lib
+from spec_jax.drafters import Drafter
+from spec_jax.generate import Finished, Run
+from spec_jax.target import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Single:
+  """Decodes one prompt at a time; every prompt of up to `size` tokens runs the same executable.
+
+  Attributes:
+    target: the target.
+    drafter: None for plain decoding.
+    draft_len: K.
+    size: width of the prefill, at least the longest prompt.
+    max_new_tokens: budget, and the capacity behind the prompt.
+    temperature: of the sampling.
+    seed: of the sampling.
+    eos_ids: ids that end a row; the target's when None.
+  """
+
+  target: Target
+  drafter: Drafter | None
+  draft_len: int
+  size: int
+  max_new_tokens: int
+  temperature: float = 0.0
+  seed: int = 0
+  eos_ids: tuple[int, ...] | None = None
+
+  def start(self, ids: Sequence[int], budget: int | None = None, force_reject: bool = False) -> Run:
+    """The run of one prompt; its buffers have the same shape for every prompt and budget."""
+    run = Run(
+        self.target, self.drafter, [list(ids)], draft_len=self.draft_len,
+        temperature=self.temperature, max_new_tokens=budget or self.max_new_tokens,
+        seed=self.seed, batch_size=1, force_reject=force_reject, eos_ids=self.eos_ids)
+    run.max_new = self.max_new_tokens
+    return run
+
+  def __call__(
+      self, ids: Sequence[int], budget: int | None = None, force_reject: bool = False,
+  ) -> tuple[Finished, float]:
+    """The finished row, and the seconds of its rounds (prefill apart)."""
+    run = self.start(ids, budget, force_reject)
+    row, = run.bucket(self.size, [0])
+    return row, run.seconds["decode"]
+
+  def prefilled(self, ids: Sequence[int]) -> tuple[decode.Program, Any, decode.State]:
+    """Program, parameters and the state behind the prefill of one prompt."""
+    run = self.start(ids)
+    capacity = self.size + self.max_new_tokens + run.program.draft_len + 1
+    state = decode.init_state(run.program, run.params, 1, capacity, self.max_new_tokens)
+    tokens = np.full((1, self.size), run.program.pad_id, np.int32)
+    tokens[0, :len(ids)] = ids
+    one = lambda value, kind=np.int32: np.full(1, value, kind)
+    state = decode.insert(
+        run.program, run.params, state, tokens, one(len(ids)), one(self.max_new_tokens),
+        one(self.temperature, np.float32), one(0), run.seed, one(0))
+    return run.program, run.params, state
+
+
+@functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("cache",))
+def target_pass(program: decode.Program, params: Any, cache: Any, block: Int[Array, "B W"],
+                length: Int[Array, " B"]):
+  """One pass of the target over W tokens from the last committed one on: best ids and cache."""
+  target, _ = decode.merge(program, params)
+  positions = (length - 1)[:, None] + jnp.arange(block.shape[1])
+  out = target.hidden(block, positions, cache)
+  return jnp.argmax(target.logits(out.hidden), -1).astype(jnp.int32), out.cache
+
+
+@functools.partial(jax.jit, static_argnames=("program",))
+def proposal(program: decode.Program, params: Any, state: decode.State) -> Int[Array, "B K"]:
+  """The drafts of one round."""
+  target, drafter = decode.merge(program, params)
+  keys = sampling_lib.round_keys(state.keys, state.length)
+  return decode.propose(program, drafter, target, state, keys)[0].tokens
+
+
+def interleaved(pieces: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+  """Seconds of each piece, all of them run in turn `repeats` times after one warm-up each."""
+  for piece in pieces.values():
+    jax.block_until_ready(piece())
+  times: dict[str, list[float]] = {name: [] for name in pieces}
+  for _ in range(repeats):
+    for name, piece in pieces.items():
+      clock = time.perf_counter()
+      jax.block_until_ready(piece())
+      times[name].append(time.perf_counter() - clock)
+  return times
+
+
+def passes(single: Single, ids: Sequence[int]) -> dict[str, Callable[[], Any]]:
+  """The passes of a round as pieces for `interleaved`: "plain" (one wide), "verify" (K + 1 wide)
+  and "draft", all behind the prefill of one prompt."""
+  program, params, state = single.prefilled(ids)
+  cache, length = [jax.tree.map(jnp.copy, state.cache)], state.length
+
+  def run_pass(block):
+    best, cache[0] = target_pass(program, params, cache[0], block, length)
+    return best
+
+  wide = jnp.take_along_axis(
+      state.tokens, length[:, None] - 1 + jnp.zeros((1, single.draft_len + 1), jnp.int32), 1)
+  pieces = {"plain": lambda: run_pass(wide[:, :1]), "verify": lambda: run_pass(wide)}
+  if single.drafter is not None:
+    pieces["draft"] = lambda: proposal(program, params, state)
+  return pieces
+
+
+def costs(singles: Mapping[str, Single], ids: Sequence[int], repeats: int) -> dict[str, dict]:
+  """What a proposal and a verification pass cost, in plain steps, per drafter.
+
+  Args:
+    singles: by name of the drafter; all with the same target and draft length.
+    ids: the prompt whose state is timed.
+    repeats: measurements of each piece.
+
+  Returns:
+    name -> {"draft_cost", "verify_cost", "plain_step_s"}: ratios of medians, and seconds.
+  """
+  pieces: dict[str, Callable[[], Any]] = {}
+  for name, single in singles.items():
+    own = passes(single, ids)
+    pieces = {"plain": own["plain"], "verify": own["verify"]} | pieces | {name: own["draft"]}
+  median = {n: float(np.median(t)) for n, t in interleaved(pieces, repeats).items()}
+  return {name: {"draft_cost": median[name] / median["plain"],
+                 "verify_cost": median["verify"] / median["plain"],
+                 "plain_step_s": median["plain"]} for name in singles}
+
+
+@functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("cache",))
+def block_logits(program: decode.Program, params: Any, cache: Any, block: Int[Array, "B W"],
+                 length: Int[Array, " B"]):
+  """Logits [B, W, V] of a block that begins at position length - 1, and the cache."""
+  target, _ = decode.merge(program, params)
+  positions = (length - 1)[:, None] + jnp.arange(block.shape[1])
+  out = target.hidden(block, positions, cache)
+  return target.logits(out.hidden), out.cache
+
+
+@functools.partial(jax.jit, static_argnames=("graph",))
+def last_logits(graph: Any, params: Any, tokens: Int[Array, "1 T"], at: Int[Array, ""]):
+  """Logits [V] at position `at`, from a pass over the whole text."""
+  target = nnx.merge(graph, params)
+  out = target.hidden(tokens, jnp.arange(tokens.shape[1])[None])
+  return target.logits(out.hidden[0, at])
