@@ -258,7 +258,7 @@ class Run:
   def bucket(self, size: int, members: Sequence[int]) -> Iterator[Finished]:
     """The prompts `members` of one bucket through one batch, refilled as rows end."""
     B = min(self.batch_size, len(members))
-    R = min(B, 8)
+    R = min(8, max(1, B // 8))  # as many as end before a refill
     capacity = size + self.max_new + self.program.draft_len + 1
     state = decode.init_state(self.program, self.params, B, capacity, self.max_new)
     queue, held = list(reversed(members)), [-1] * B
