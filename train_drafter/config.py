@@ -203,7 +203,7 @@ def template_args(cfg: Config) -> dict[str, bool | int | str]:
 
 
 def part(cfg: Config, *names: str, without: tuple[str, ...] = ()) -> dict:
-  """The named sections as nested dicts, for a manifest; `without` lists "section.field" left out."""
+  """The named sections as nested dicts, for a manifest, without the fields "section.field"."""
   out = {name: dataclasses.asdict(getattr(cfg, name)) for name in names}
   for entry in without:
     section, name = entry.split(".")

@@ -1,0 +1,145 @@
+"""The export stage: the trained drafter as a stock small-Llama folder, and what it should accept.
+
+Reads `train/drafter` and the records of `evaluate/`; writes `export/drafter` (config.json,
+model.safetensors, tokenizer, generation_config.json with the settings of assisted generation) that
+transformers, vLLM and SGLang load, and `export/drafter/acceptance.json`: golden prompts with the
+text of plain and of speculative decoding and the acceptance of the exported folder itself, so that
+a server that drafts differently is noticed.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import spec_jax
+from spec_jax import drafters
+from spec_jax import records as metrics
+from spec_jax.generate import encode_prompt
+from spec_jax.target import Target, canonical_tensors
+from spec_jax.weights.safetensors import write_folder
+from train_drafter import config as config_lib
+from train_drafter import manifest, report
+from train_drafter.config import Config
+from train_drafter.evaluate import TRAINED, records_path
+from train_drafter.generate import read_jsonl, target_id
+
+STAGE = "export"
+ACCEPTANCE = "acceptance.json"
+
+
+def run(cfg: Config, workdir: Path) -> Path:
+  """Writes `workdir`/export; reuses it when it is finished.
+
+  Raises:
+    UserError: a stage before it has not run, or the folder belongs to another config.
+  """
+  workdir = Path(workdir)
+  folder = workdir / STAGE
+  inputs = {n: manifest.require(workdir / n, n) for n in ("prompts", "train", "evaluate")}
+  # The files hold float32: the weights as they were trained, the target's as they were stored.
+  target = spec_jax.load_target(cfg.target.source, dtype="float32")
+  opened = manifest.begin(
+      folder, stage=STAGE, config=config_lib.part(cfg, "export"), inputs=inputs,
+      target=target_id(target))
+  out = folder / "drafter"
+  if opened.complete:
+    print(f"{STAGE}: {out}, reused")
+    return folder
+  trained = spec_jax.load_drafter(str(workdir / "train" / "drafter"), target, "float32").module
+  facts = {"target": target.name, "target_weight_hash": target.weight_hash,
+           "tokenizer_hash": target.tokenizer.hash(), "draft_len": cfg.evaluate.draft_len,
+           "init_layers": list(cfg.drafter.init_layers), "train_hash": inputs["train"].hash}
+  write_drafter(out, trained, target, cfg.evaluate.draft_len, facts)
+  golden = golden_prompts(
+      read_jsonl(workdir / "prompts" / "eval.jsonl"), cfg.export.prompts)
+  content = measure(cfg, workdir, target, out, golden, facts)
+  manifest.write_json(out / ACCEPTANCE, content)
+  counts = {"prompts": len(golden), "identical": content["identical"],
+            "tau": content["acceptance"]["exported"]["tau"]}
+  manifest.finish(folder, opened, counts)
+  print(f"{STAGE}: {out}, tau {counts['tau']:.2f} on {len(golden)} golden prompts, "
+        f"{counts['identical']} of them identical to plain decoding")
+  return folder
+
+
+def write_drafter(
+    path: Path, module: drafters.SmallLM, target: Target, draft_len: int,
+    facts: dict[str, Any]) -> None:
+  """Writes the folder: the drafter's layers with the target's embedding and head, all ids."""
+  lent = canonical_tensors(target)
+  tensors = drafters.own_tensors(module)
+  tensors |= {name: lent[name] for name in ("embed", "head") if name in lent}
+  # The vocabulary is the target's again; the rest describes the drafter.
+  config = dataclasses.replace(
+      module.config, vocab_size=target.config.vocab_size, vocab_real=target.config.vocab_real,
+      tie_embeddings=target.config.tie_embeddings)
+  write_folder(
+      path, config, {name: np.asarray(value, np.float32) for name, value in tensors.items()},
+      target.tokenizer, extra_config={"spec_jax": facts})
+  # A static draft length in assisted generation: no schedule, no early stop by confidence.
+  settings = path / "generation_config.json"
+  fields = json.loads(settings.read_text(encoding="utf-8"))
+  manifest.write_json(settings, fields | {
+      "num_assistant_tokens": draft_len, "num_assistant_tokens_schedule": "constant",
+      "assistant_confidence_threshold": 0.0})
+
+
+def golden_prompts(prompts: Sequence[dict], count: int) -> list[dict]:
+  """`count` prompts from different categories, as far as there are so many."""
+  place: dict[str, int] = {}
+  order = []
+  for i, prompt in enumerate(prompts):
+    place[prompt["category"]] = place.get(prompt["category"], 0) + 1
+    order.append((place[prompt["category"]], i))
+  return [prompts[i] for _, i in sorted(order)[:count]]
+
+
+def measure(
+    cfg: Config, workdir: Path, target: Target, folder: Path, golden: Sequence[dict],
+    facts: dict[str, Any]) -> dict[str, Any]:
+  """The content of acceptance.json: the written folder is loaded and decodes the golden prompts."""
+  options = cfg.evaluate
+  if target.dtype != options.greedy_dtype:
+    target = spec_jax.load_target(cfg.target.source, dtype=options.greedy_dtype)
+  drafter = spec_jax.load_drafter(str(folder), target, options.drafter_dtype)
+  args = config_lib.template_args(cfg)
+  ids = [encode_prompt(target, p["messages"], i, args) for i, p in enumerate(golden)]
+  decode = lambda force_reject: spec_jax.generate(
+      target, drafter, ids, draft_len=options.draft_len, max_new_tokens=options.max_new_tokens,
+      batch_size=len(ids), force_reject=force_reject)
+  ours, plain = decode(False), decode(True)
+  group = lambda rows: {
+      name: value for name, value in metrics.summarize(rows, options.draft_len).items()
+      if name in ("prompts", "rounds", "tau", "acceptance_rate", "survival")}
+  return {
+      **facts, "rule": "greedy", "temperature": 0.0, "dtype": target.dtype,
+      "drafter_dtype": options.drafter_dtype, "max_new_tokens": options.max_new_tokens,
+      "eos_ids": list(target.config.eos_ids),
+      "note": (
+          "plain: every draft refused in the same executable. The exported drafter proposes from "
+          "the whole vocabulary: the reduced draft vocabulary it was trained with does not travel. "
+          "acceptance.reduced is the drafter with it, on the same prompts."),
+      "identical": sum(a == b for a, b in zip(ours.tokens, plain.tokens, strict=True)),
+      "acceptance": {"exported": group(ours.records),
+                     "reduced": _reduced(workdir, [p["id"] for p in golden], group)},
+      "cases": [
+          {"id": p["id"], "category": p["category"], "prompt_ids": ids[i],
+           "plain": plain.tokens[i], "speculative": ours.tokens[i],
+           "finish_reason": ours.finish_reasons[i],
+           "proposed": ours.records[i].proposed.tolist(),
+           "accepted": ours.records[i].accepted.tolist(),
+           "emitted": ours.records[i].emitted.tolist()}
+          for i, p in enumerate(golden)]}
+
+
+def _reduced(workdir: Path, ids: Sequence[str], group) -> dict[str, Any] | None:
+  """What the evaluation recorded for the same prompts at T=0; None where it did not decode so."""
+  path = records_path(workdir, TRAINED, 0.0)
+  if not path.exists():
+    return None
+  rows = {r["id"]: r["records"] for r in report.load_records(path)[TRAINED][0.0, "greedy"]}
+  return group([rows[i] for i in ids])
