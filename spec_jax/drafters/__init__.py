@@ -7,6 +7,7 @@ is, and which target and tokenizer it belongs to) and `drafter.safetensors` (its
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def load_drafter(source: str, target: Target, dtype: str | None = None) -> Draft
 
 def small_lm(
     target: Target,
-    tensors: dict[str, Array],
+    tensors: Mapping[str, Array | np.ndarray],
     config: DecoderConfig,
     *,
     dtype: str | None = None,
