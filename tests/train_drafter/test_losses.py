@@ -1,0 +1,190 @@
+"""The objectives against their plain definitions, and the chunked form against the whole one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax.models.decoder import linear
+from train_drafter import losses
+
+
+def probabilities(logits):
+  e = np.exp(logits - logits.max(-1, keepdims=True))
+  return e / e.sum(-1, keepdims=True)
+
+
+def plain_fkl(student, teacher):
+  """sum p log(p/q) as it is written down, in float64; terms with p = 0 are left out."""
+  q, p = probabilities(student), probabilities(teacher)
+  return np.array([
+      sum(p[i, v] * np.log(p[i, v] / q[i, v]) for v in range(p.shape[1]) if p[i, v] > 0)
+      for i in range(len(p))])
+
+
+def differences(f, x, eps=1e-6):
+  """Central differences of a scalar function at the finite places of x."""
+  grad = np.zeros_like(x)
+  for place in zip(*np.nonzero(np.isfinite(x)), strict=True):
+    up, down = x.copy(), x.copy()
+    up[place] += eps
+    down[place] -= eps
+    grad[place] = (f(up) - f(down)) / (2 * eps)
+  return grad
+
+
+def with_zeros(seed=0, rows=4, width=7):
+  """Logits with p = 0 (row 1), p = q = 0 (row 2), and p = 0 by underflow (row 3)."""
+  rng = np.random.default_rng(seed)
+  student, teacher = 3 * rng.normal(size=(2, rows, width))
+  teacher[1, :3] = -np.inf
+  teacher[2, 2:4] = student[2, 2:4] = -np.inf
+  teacher[3, 5] = -5000.0
+  student[3, 6] = -700.0
+  return student, teacher
+
+
+def test_fkl_is_its_definition():
+  student, teacher = with_zeros()
+  with jax.enable_x64(True):
+    loss = losses.fkl(jnp.asarray(student), jnp.asarray(teacher))
+  assert loss.dtype == jnp.float64
+  np.testing.assert_allclose(loss, plain_fkl(student, teacher), rtol=1e-12)
+  narrow = losses.fkl(jnp.asarray(student, jnp.float32), jnp.asarray(teacher, jnp.float32))
+  np.testing.assert_allclose(narrow, plain_fkl(student, teacher), rtol=1e-5)
+
+
+def test_fkl_gradient_is_that_of_finite_differences():
+  student, teacher = with_zeros()
+  weight = np.array([1.0, -2.0, 0.5, 3.0])
+  with jax.enable_x64(True):
+    f = lambda s: jnp.sum(weight * losses.fkl(s, jnp.asarray(teacher)))
+    ours = np.asarray(jax.grad(f)(jnp.asarray(student)))
+    # The steps stay where the loss is of moderate size: at -700 the differences see nothing.
+    expected = differences(lambda s: float(np.sum(weight * plain_fkl(s, teacher))), student)
+  np.testing.assert_allclose(ours, expected, atol=2e-8)
+  assert np.all(np.isfinite(ours))
+
+
+def test_fkl_of_a_shifted_teacher_is_zero_and_flat():
+  student, _ = with_zeros()
+  loss, grad = jax.value_and_grad(lambda s: jnp.sum(losses.fkl(s, s + 2.5)))(
+      jnp.asarray(student, jnp.float32))
+  np.testing.assert_allclose(loss, 0, atol=1e-5)
+  np.testing.assert_allclose(grad, 0, atol=1e-6)
+
+
+def test_fkl_gives_the_teacher_no_gradient():
+  student, teacher = (jnp.asarray(x, jnp.float32) for x in with_zeros())
+  grad = jax.grad(lambda t: jnp.sum(losses.fkl(student, t)))(teacher)
+  np.testing.assert_array_equal(grad, 0)
+
+
+def test_fkl_is_infinite_only_where_the_student_cannot():
+  """p > 0 at q = 0: no number is right, and the gradient stays finite."""
+  student = jnp.asarray([[0.0, -jnp.inf, 1.0], [0.0, 1.0, 2.0]])
+  teacher = jnp.zeros((2, 3))
+  loss = losses.fkl(student, teacher)
+  assert np.isposinf(loss[0]) and np.isfinite(loss[1])
+  grad = jax.grad(lambda s: jnp.sum(losses.fkl(s, teacher)))(student)
+  assert np.all(np.isfinite(grad))
+
+
+def test_fkl_survives_logits_of_any_size():
+  student = jnp.asarray([[1e4, -1e4, 0.0], [-1e30, 0.0, 1.0]])
+  teacher = jnp.asarray([[1e4, 0.0, 1.0], [-1e30, 1e4, 1.0]])
+  loss, grad = jax.value_and_grad(lambda s: jnp.sum(losses.fkl(s, teacher)))(student)
+  assert np.isfinite(loss) and np.all(np.isfinite(grad))
+
+
+# Overlap.
+
+
+def test_overlap_keeps_the_mass_outside_the_draft_vocabulary():
+  rng = np.random.default_rng(1)
+  teacher = 2 * rng.normal(size=(5, 12))
+  ids = np.array([0, 3, 4, 9])
+  student = rng.normal(size=(5, 4))
+  p, q = probabilities(teacher), np.zeros((5, 12))
+  q[:, ids] = probabilities(student)
+  expected = np.minimum(p, q).sum(-1)
+  lse = np.log(np.exp(teacher).sum(-1))
+  ours = losses.overlap(
+      jnp.asarray(student, jnp.float32), jnp.asarray(teacher[:, ids], jnp.float32),
+      jnp.asarray(lse, jnp.float32))
+  np.testing.assert_allclose(ours, expected, rtol=1e-5)
+  renormalised = np.minimum(probabilities(teacher[:, ids]), q[:, ids]).sum(-1)
+  assert np.all(renormalised > expected + 0.01)  # the mistake would be seen
+
+
+def test_overlap_of_equals_is_one_and_of_strangers_zero():
+  teacher = jnp.asarray([[0.0, 1.0, -jnp.inf, -jnp.inf]])
+  lse = jax.nn.logsumexp(teacher, -1)
+  np.testing.assert_allclose(losses.overlap(teacher + 3, teacher, lse), 1.0, rtol=1e-6)
+  np.testing.assert_allclose(losses.overlap(teacher[:, ::-1], teacher, lse), 0.0, atol=1e-7)
+
+
+# Chunks.
+
+
+def chunk_problem(seed=2, tokens=24, width=8, vocab=20):
+  rng = np.random.default_rng(seed)
+  hidden = rng.normal(size=(tokens, width)).astype(np.float32)
+  head = rng.normal(size=(vocab, width)).astype(np.float32)
+  rest = {"teacher": rng.normal(size=(tokens, vocab)).astype(np.float32),
+          "weight": (rng.random(tokens) < 0.7).astype(np.float32)}
+  return jnp.asarray(hidden), jnp.asarray(head), jax.tree.map(jnp.asarray, rest)
+
+
+def weighted(student, rest):
+  each = losses.fkl(student, rest["teacher"])
+  return {"loss": jnp.sum(rest["weight"] * each), "count": jnp.sum(rest["weight"])}
+
+
+@pytest.mark.parametrize("chunk", [4, 24])
+def test_chunks_equal_the_whole(chunk):
+  hidden, head, rest = chunk_problem()
+
+  @jax.jit
+  def both(hidden):
+    # Not the sum itself: what stands behind the loss scales the gradient.
+    ours = lambda h: (lambda s: (s["loss"] / s["count"], s))(
+        losses.chunked_sums(weighted, h, head, rest, chunk))
+    whole = lambda h: (lambda s: (s["loss"] / s["count"], s))(weighted(h @ head.T, rest))
+    return [jax.value_and_grad(f, has_aux=True)(hidden) for f in (ours, whole)]
+
+  ((loss, sums), grad), ((loss2, sums2), grad2) = both(hidden)
+  np.testing.assert_allclose(loss, loss2, rtol=1e-5)
+  np.testing.assert_allclose(grad, grad2, rtol=1e-4, atol=1e-6)
+  for name, value in sums2.items():
+    np.testing.assert_allclose(sums[name], value, rtol=1e-5)
+  assert np.abs(grad).max() > 0.01
+
+
+def test_a_part_of_a_chunk_is_refused():
+  hidden, head, rest = chunk_problem()
+  with pytest.raises(ValueError, match="24 tokens are not a multiple of chunk=5"):
+    losses.chunked_sums(weighted, hidden, head, rest, 5)
+
+
+# The matrix product under it.
+
+
+@pytest.mark.parametrize("dtype,tolerance", [("float64", 1e-12), ("float32", 1e-5),
+                                             ("bfloat16", 2e-2)])
+def test_linear_and_its_gradients(dtype, tolerance):
+  rng = np.random.default_rng(3)
+  with jax.enable_x64(dtype == "float64"):
+    x = jnp.asarray(rng.normal(size=(2, 3, 16)), "float64" if dtype == "float64" else "float32")
+    w = jnp.asarray(rng.normal(size=(5, 16)), dtype)
+    up = jnp.asarray(rng.normal(size=(2, 3, 5)), x.dtype)
+    out, back = jax.vjp(linear, x, w)
+    dx, dw = back(up)
+    assert out.dtype == x.dtype and dx.dtype == x.dtype and dw.dtype == w.dtype
+    exact = [np.asarray(a, np.float64) for a in (x, w, up)]
+  x, w, up = exact
+  scale = tolerance * 4  # entries are sums of up to 16 products of unit normals
+  np.testing.assert_allclose(out, np.einsum("abi,oi->abo", x, w), atol=scale)
+  np.testing.assert_allclose(dx, np.einsum("abo,oi->abi", up, w), atol=scale)
+  np.testing.assert_allclose(
+      np.asarray(dw, np.float64), np.einsum("abo,abi->oi", up, x), atol=scale)
