@@ -264,7 +264,7 @@ def train_step(setup: Setup, state: TrainState, frozen: Any, target_params: Any,
     return sums["loss"] / jnp.maximum(sums["count"], 1), sums
 
   (loss, sums), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
-  norm = optax.global_norm(grads)
+  norm = optax.tree.norm(grads)
   finite = jnp.isfinite(loss) & jnp.isfinite(norm)
   usable = finite & (sums["count"] > 0)
   updates, opt_state = setup.optimizer.update(grads, state.opt_state, state.params)
