@@ -71,7 +71,7 @@ class TrainConfig:
   budget_s: float = 480.0  # also the hard limit of the stage; 0 for no limit
   batch_rows: int = 8
   seq_len: int = 256
-  lr: float = 1e-3
+  lr: float = 4e-3
   warmup: float = 0.03  # share of the steps
   final_lr: float = 0.05  # of lr, at the end of the cosine
   weight_decay: float = 0.0

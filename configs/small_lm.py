@@ -1,0 +1,36 @@
+"""A longer run: a small_lm drafter from prompts of your own, evaluated on a file of your own.
+
+  python -m train_drafter --config=configs/small_lm.py --workdir=runs/small_lm \
+    --config.prompts.path=TRAIN_FOLDER --config.prompts.eval_path=EVAL.jsonl
+
+`configs/small_lm.py:smoke` is the same in a few minutes, on the embedded prompts.
+"""
+
+from spec_jax.errors import UserError
+from train_drafter.config import Config
+
+
+def get_config(arg: str = "") -> Config:
+  """The config; `smoke` for a small one.
+
+  Raises:
+    UserError: an unknown argument.
+  """
+  if arg not in ("", "smoke"):
+    raise UserError(f"configs/small_lm.py:{arg} is unknown (only smoke)")
+  cfg = Config()
+  cfg.prompts.count = 12000
+  cfg.prompts.mix = (
+      "structured=2", "code=1.5", "math=1", "qa=1", "summarization=1", "translation=1", "rag=1",
+      "multi_turn=1", "creative=1")
+  cfg.generate.budget_s = 2700.0
+  cfg.train.budget_s = 2700.0
+  cfg.train.validation = 96
+  if arg == "smoke":
+    cfg.prompts.count = 120
+    cfg.prompts.eval_per_category = 2
+    cfg.generate.budget_s = 60.0
+    cfg.train.budget_s = 60.0
+    cfg.train.validation = 8
+    cfg.evaluate.speed_prompts = 4
+  return cfg
