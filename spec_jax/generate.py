@@ -64,6 +64,16 @@ class Finished:
   hidden: np.ndarray | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Progress:
+  """A running row between two rounds: the tokens so far, accepted and emitted of each round."""
+
+  index: int
+  tokens: list[int]
+  accepted: np.ndarray
+  emitted: np.ndarray
+
+
 def generate(
     target: Target,
     drafter: Drafter | None,
@@ -185,13 +195,15 @@ class Run:
   """One decode of many prompts: the queue, the batch and what is looked at between chunks.
 
   `generate` drains it; a caller that wants rows as they end, or wants to stop early, iterates over
-  `all()` or over `bucket()` itself. The arguments are those of `generate`.
+  `all()` or over `bucket()` itself. The arguments are those of `generate`, and on_round: called
+  with a `Progress` of each running row after its prefill and after every round; the host then waits
+  for every round, which costs speed.
   """
 
   def __init__(
       self, target, drafter, prompts, *, draft_len, temperature=0.0, top_p=1.0, top_k=0, rule=None,
       max_new_tokens=64, stop=(), seed=0, batch_size=8, max_length=None, force_reject=False,
-      eos_ids=None, sequence_ids=None, keep_hidden=False, template_args=None):
+      eos_ids=None, sequence_ids=None, keep_hidden=False, template_args=None, on_round=None):
     if isinstance(prompts, str):
       raise UserError("prompts must be a list, also of one string")
     count = len(prompts)
@@ -228,9 +240,11 @@ class Run:
         target.graph, None if drafter is None else drafter.graph,
         0 if drafter is None else draft_len, settings, chosen.name, eos, pad, keep_hidden)
     self.params = (target.params, None if drafter is None else drafter.params)
+    if not -2**31 <= seed < 2**31:
+      raise UserError(f"seed={seed} must fit in 32 bits")
     self.seed = jnp.asarray(seed, jnp.int32)
     self.force_reject = jnp.asarray(force_reject)
-    self.batch_size = batch_size
+    self.batch_size, self.on_round = batch_size, on_round
     self.max_new = max(self.budgets, default=1)
     self.sequence = list(range(count) if sequence_ids is None else sequence_ids)
     self.seconds = {"prefill": 0.0, "decode": 0.0}
@@ -263,12 +277,14 @@ class Run:
     state = decode.init_state(self.program, self.params, B, capacity, self.max_new)
     queue, held = list(reversed(members)), [-1] * B
     refill = jnp.asarray(max(1, B // 8), jnp.int32)
-    rounds = jnp.asarray(_STOP_ROUNDS if self.stop else _CHUNK_ROUNDS, jnp.int32)
+    rounds = 1 if self.on_round else _STOP_ROUNDS if self.stop else _CHUNK_ROUNDS
+    rounds = jnp.asarray(rounds, jnp.int32)
     while queue or any(i >= 0 for i in held):
       free = [b for b in range(B) if held[b] < 0]
       while queue and free:
         state = self._fill(state, size, free[:R], queue, held, R)
         free = free[R:]
+      self._report(state, held)
       ending = refill if queue else jnp.asarray(B + 1, jnp.int32)
       clock = time.perf_counter()
       state = decode.chunk(
@@ -295,6 +311,19 @@ class Run:
     state.reason.block_until_ready()
     self.seconds["prefill"] += time.perf_counter() - clock
     return state
+
+  def _report(self, state, held):
+    """Calls on_round with every row that is held."""
+    if self.on_round is None:
+      return
+    now = {name: np.array(getattr(state, name)) for name in (
+        "tokens", "length", "rounds", "accepted", "emitted")}
+    for b, i in enumerate(held):
+      if i >= 0:
+        text = now["tokens"][b, len(self.ids[i]):now["length"][b]]
+        done = now["rounds"][b]
+        self.on_round(Progress(
+            i, text.tolist(), now["accepted"][b, :done], now["emitted"][b, :done]))
 
   def _harvest(self, state, held):
     """Rows that have ended, by the device or by a stop string; frees their places."""
