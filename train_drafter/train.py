@@ -214,9 +214,9 @@ def make_setup(cfg: Config, target: Target, module: Any, steps: int) -> tuple[Se
   options = cfg.train
   graph, params, frozen = nnx.split(module, nnx.Param, ...)
   params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)  # copies: they are donated
+  warmup = min(max(1, round(options.warmup * steps)), steps - 1)  # the cosine needs a step
   schedule = optax.warmup_cosine_decay_schedule(
-      0.0, options.lr, max(1, round(options.warmup * steps)), steps,
-      options.final_lr * options.lr)
+      0.0, options.lr, warmup, steps, options.final_lr * options.lr)
   decayed = jax.tree.map(lambda x: x.ndim > 1, params)
   optimizer = optax.chain(
       optax.clip_by_global_norm(options.clip) if options.clip else optax.identity(),
@@ -236,10 +236,13 @@ def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch
   hidden = module.train_hidden(batch["tokens"], batch["positions"], batch["segments"], target)
   states = hidden.reshape(-1, hidden.shape[-1])[batch["place"]]
   head = module.head_weight(target)
-  ids = module.draft_ids[...] if hasattr(module, "draft_ids") else jnp.arange(head.shape[0])
+  reduced, real = hasattr(module, "draft_ids"), target.config.vocab_real
+  ids = module.draft_ids[...] if reduced else jnp.arange(head.shape[0])
 
   def token_sums(student, rest):
     teacher = linear(rest["hidden"], head) / options.teacher_temperature
+    if not reduced and real < head.shape[0]:  # ids of the padding are out, as in decoding
+      student, teacher = (jnp.where(ids < real, z, -jnp.inf) for z in (student, teacher))
     weight = rest["weight"]
     detached = jax.lax.stop_gradient(student)
     match = ids[sampling.argmax(detached)] == rest["best"]
