@@ -1,0 +1,170 @@
+"""All stages on a tiny target: what they leave behind, reuse, and runs that are killed."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from spec_jax.errors import UserError
+from train_drafter import evaluate, export, generate, manifest, prompts, report, train
+from train_drafter.manifest import Manifest
+
+STAGES = {"prompts": prompts, "generate": generate, "train": train, "evaluate": evaluate,
+          "export": export}
+
+
+class Killed(Exception):
+  """Stands for a signal that cannot be caught."""
+
+
+def copied(finished, folder, *stages):
+  cfg, workdir = finished
+  for name in stages:
+    shutil.copytree(workdir / name, folder / name)
+  return cfg, folder
+
+
+def files(folder):
+  return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*") if p.is_file()}
+
+
+def test_every_stage_is_complete_and_names_its_inputs(finished):
+  _, workdir = finished
+  read = {"prompts": [], "generate": ["prompts"], "train": ["generate"],
+          "evaluate": ["prompts", "train"], "export": ["evaluate", "prompts", "train"]}
+  for name, inputs in read.items():
+    found = Manifest.load(workdir / name)
+    assert found.complete and sorted(found.inputs) == inputs
+    assert all(found.inputs[other] == Manifest.load(workdir / other).hash for other in inputs)
+
+
+def test_report_holds_what_is_promised(finished):
+  cfg, workdir = finished
+  made = json.loads((workdir / "evaluate" / "report.json").read_text())
+  report.validate_report(made)
+  assert [(s["temperature"], s["rule"]) for s in made["settings"]] == [(0, "greedy"), (1, "ratio")]
+  assert all(list(s["categories"]) == ["structured", "code", "math"] for s in made["settings"])
+  assert made["settings"][0]["all"]["prompts"] == 6
+  assert made["controls"]["untrained"]["settings"][0]["all"]["prompts"] == 3
+  whole, *timed = made["identity"]
+  assert (whole["prompts"], whole["identical_same_shape"]) == (6, 1.0)
+  assert [(r["drafter"], r["prompts"], r["identical_width_1"]) for r in timed] == [
+      ("ngram", 3, 1.0), ("small_lm", 3, 1.0)]
+  assert [r["drafter"] for r in made["speed"]] == ["ngram", "small_lm"]
+  assert all(r["draft_cost"] > 0 and r["verify_cost"] > 0 for r in made["speed"])
+  estimates = {row["temperature"]: row for row in made["training_estimate"]}
+  assert "first_position" in estimates[0.0]["checks"] and "first_position" in estimates[1.0]["checks"]
+  assert made["max_new_tokens"] == cfg.evaluate.max_new_tokens
+
+
+def test_finished_stages_are_reused(finished, capsys):
+  cfg, workdir = finished
+  before = files(workdir)
+  for stage in STAGES.values():
+    stage.run(cfg, workdir)
+  assert files(workdir) == before
+  assert "All prompts" in capsys.readouterr().out  # the report is printed again
+
+
+def test_report_stage_rebuilds_the_report(finished, tmp_path, capsys):
+  cfg, folder = copied(finished, tmp_path, "evaluate", "prompts", "train")
+  path = folder / "evaluate" / "report.json"
+  old = path.read_text()
+  path.unlink()
+  report.run(cfg, folder)
+  assert path.read_text() == old
+  assert "All prompts" in capsys.readouterr().out
+  with pytest.raises(UserError, match="stage evaluate has not run"):
+    report.run(cfg, tmp_path / "empty")
+
+
+def test_killed_generate_goes_on(finished, tmp_path, monkeypatch):
+  cfg, folder = copied(finished, tmp_path, "prompts")
+  monkeypatch.setattr(generate, "_PART_ROWS", 8)
+  write, written = generate._write_part, []
+
+  def kill_at_the_second(path, answers):
+    if written:
+      raise Killed
+    written.append(path)
+    write(path, answers)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(generate, "_write_part", kill_at_the_second)
+    with pytest.raises(Killed):
+      generate.run(cfg, folder)
+  assert not Manifest.load(folder / "generate").complete
+  with pytest.raises(UserError, match="not finished"):
+    train.run(cfg, folder)
+  kept = files(folder / "generate")[written[0]]
+  generate.run(cfg, folder)
+  assert files(folder / "generate")[written[0]] == kept
+  straight = generate.load_answers(finished[1] / "generate")
+  resumed = generate.load_answers(folder / "generate")
+  assert [a.job for a in resumed] == [a.job for a in straight]
+  for a, b in zip(resumed, straight, strict=True):
+    np.testing.assert_array_equal(a.tokens, b.tokens)
+
+
+def test_killed_train_ends_with_the_same_drafter(finished, tmp_path, monkeypatch):
+  cfg, folder = copied(finished, tmp_path, "prompts", "generate")
+  step, taken = train.train_step, []
+
+  def kill_in_the_fourth(*args):
+    if len(taken) == 3:
+      raise Killed
+    taken.append(1)
+    return step(*args)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(train, "train_step", kill_in_the_fourth)
+    with pytest.raises(Killed):
+      train.run(cfg, folder)
+  train.run(cfg, folder)
+  name = "drafter/drafter.safetensors"
+  ours = safetensors.numpy.load_file(folder / "train" / name)
+  straight = safetensors.numpy.load_file(finished[1] / "train" / name)
+  assert ours.keys() == straight.keys()
+  for key, value in straight.items():
+    np.testing.assert_array_equal(ours[key], value)
+  lines = [json.loads(x) for x in (folder / "train" / "metrics.jsonl").read_text().splitlines()]
+  steps = [x["step"] for x in lines if x["split"] == "train"]
+  assert steps == sorted(set(steps)) and steps[-1] >= cfg.train.steps - 1
+
+
+def test_killed_evaluate_decodes_only_what_is_missing(finished, tmp_path, monkeypatch):
+  cfg, folder = copied(finished, tmp_path, "prompts", "generate", "train")
+  decode, begun = evaluate.decode_all, []
+
+  def kill_at_the_third(*args, title, **options):
+    begun.append(title)
+    if len(begun) == 3:
+      raise Killed
+    return decode(*args, title=title, **options)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(evaluate, "decode_all", kill_at_the_third)
+    with pytest.raises(Killed):
+      evaluate.run(cfg, folder)
+  with monkeypatch.context() as patch:
+    patch.setattr(evaluate, "decode_all", lambda *a, title, **k: begun.append(title) or decode(
+        *a, title=title, **k))
+    evaluate.run(cfg, folder)
+  assert begun[2] == begun[3] and begun[0] not in begun[3:] and begun[1] not in begun[3:]
+  again, straight = (json.loads((w / "evaluate" / "report.json").read_text())
+                     for w in (folder, finished[1]))
+  for key in ("settings", "controls"):
+    assert again[key] == straight[key]
+
+
+def test_another_config_is_refused_by_every_stage(finished, tmp_path):
+  cfg, folder = copied(finished, tmp_path, *STAGES)
+  before = cfg.evaluate.draft_len
+  cfg.evaluate.draft_len = 4
+  try:
+    with pytest.raises(manifest.StaleStageError, match="evaluate.draft_len=3, this run has"):
+      evaluate.run(cfg, folder)
+  finally:
+    cfg.evaluate.draft_len = before
