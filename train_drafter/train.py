@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -44,19 +45,21 @@ _CALIBRATION = 6  # steps that measure the time of a step
 class TrainState:
   """What a step changes, and all that a checkpoint holds.
 
+  The fields are `Any` because the checkpoint code maps the tree to descriptions of its leaves.
+
   Attributes:
     params: trained parameters, float32.
     opt_state: of optax.
-    step: batches consumed.
+    step: batches consumed, an int32 scalar as the two that follow.
     bad: non-finite steps in a row.
     skipped: non-finite steps in all.
   """
 
   params: Any
   opt_state: Any
-  step: jax.Array
-  bad: jax.Array
-  skipped: jax.Array
+  step: Any
+  bad: Any
+  skipped: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,6 +147,8 @@ def prepare(
     answers: Sequence[Answer], target: Target, cfg: Config, folder: Path,
 ) -> tuple[list[Document], dict[str, Any]]:
   """Documents with teacher statistics, in a shuffled order; chooses the draft vocabulary."""
+  if not answers:
+    raise UserError("train: the generate stage left no answers")
   documents, dropped = [], 0
   for a, (lse, best) in zip(answers, teacher_statistics(answers, target, cfg), strict=True):
     d = Document(a.tokens, a.prompt_len - 1, a.hidden, lse, best).cut(cfg.train.seq_len)
@@ -313,34 +318,45 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
       state, extra = restored.state, restored.extra
       print(f"{STAGE}: goes on from step {restored.step}", flush=True)
     step, last = int(state.step), None
-    log = MetricLog(folder, step)
-    with Bar("train", total=steps, start=step) as bar:
+    first = step
+    with contextlib.closing(MetricLog(folder, step)) as log, \
+        Bar("train", total=steps, start=step) as bar:
       while step < steps:
-        with _profile(cfg, folder, step):
+        with _profile(cfg, folder, step - first):
           batch = packer.batch(step)
           state, sums = train_step(setup, state, setup.frozen, target.params, batch)
         step += 1
         note = None if last is None else log.step(*last, setup, packer)
         last = (step, sums)
         bar.advance(1, amount=float(batch["weight"].sum()), note=note)
-        late = time.monotonic() > deadline
-        if step % every == 0 or step == steps or stop.requested or late:
+        late, stopping = time.monotonic() > deadline, stop.requested
+        due = step % every == 0 or step == steps or late
+        score = None
+        if due or stopping:  # what a checkpoint holds is also in the log
+          log.step(*last, setup, packer)
+          last = None
+        if due:
           means = validate(setup, state.params, target.params, held)
           log.validation(step, means)
           score = means["alpha"] + means["greedy_match"]
-          if extra["best"] is None or score > extra["best"]["score"]:
+          known = extra["best"]
+          # Of equal ones the newest, as Checkpoints.best_step has it.
+          if math.isfinite(score) and (known is None or score >= known["score"]):
             extra = {"best": {"step": step, "score": score, **means}}
+        # A signal adds no validation: the best step is that of a run which was not stopped.
+        if due or stopping:
           saved.save(step, state, extra, metric=score)
-          if stop.requested:
-            saved.wait()
-            stop.leave()
+        if stopping:
+          saved.wait()
+          stop.leave()
         if late:
           print(f"{STAGE}: stopped at step {step} of {steps}: train.budget_s is used up")
           break
     saved.wait()
     skipped = int(state.skipped)
+    if extra["best"] is None:
+      raise UserError(f"train: no validation was finite; lower train.lr={cfg.train.lr}")
     best = saved.restore(state, step=saved.best_step)
-  log.close()
   final = nnx.merge(setup.graph, best.state.params, setup.frozen)
   drafters.save_drafter(folder / "drafter", final, target, step=best.step)
   record = best.extra["best"]
@@ -382,11 +398,12 @@ class MetricLog:
 
   def __init__(self, folder: Path, step: int):
     self.path = folder / "metrics.jsonl"
-    lines = self.path.read_text().splitlines() if self.path.exists() else []
-    kept = [line for line in lines if json.loads(line)["step"] <= step]
-    self.path.write_text("".join(line + "\n" for line in kept))
+    lines = self.path.read_text().splitlines(True) if self.path.exists() else []
+    # A killed process may have left a part of a line.
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    self.path.write_text("".join(kept))
     self._file = open(self.path, "a", buffering=1)
-    self._board = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=step)
+    self._board = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
     self._began = time.monotonic()
 
   def step(self, step: int, sums: dict, setup: Setup, packer: Packer) -> str:
@@ -396,12 +413,12 @@ class MetricLog:
       UserError: too many non-finite steps in a row.
     """
     values = {name: float(v) for name, v in jax.device_get(sums).items()}
-    count = max(values["count"], 1.0)
+    count, skipped = max(values["count"], 1.0), int(values["skipped"])
     row = {
         "loss": values["loss"] / count, "alpha": values["alpha"] / count,
         "greedy_match": values["greedy_match"] / count, "grad_norm": values["grad_norm"],
-        "lr": float(setup.schedule(step - 1)), "epoch": packer.epoch_of(step),
-        "skipped": int(values["skipped"])}
+        "lr": float(setup.schedule(step - 1 - skipped)),  # the schedule waits for skipped steps
+        "epoch": packer.epoch_of(step), "skipped": skipped}
     self._write(step, "train", row)
     if values["bad"] >= setup.options.max_bad_steps:
       raise UserError(
