@@ -2,16 +2,19 @@
 
 Overrides apply after `get_config`, so what depends on other fields is set in `finalize` and every
 check stands in `validate`; both run before any work. Fields are scalars or tuples, with sentinels
-(0, "", -1) in place of None. No `from __future__ import annotations`: it breaks the flag parser.
+(0, "", -1) in place of None; slots, so that a config file cannot set a field that does not exist.
+No `from __future__ import annotations`: it breaks the flag parser.
 """
 
 import dataclasses
+import math
+import typing
 from dataclasses import dataclass, field
 
 from spec_jax.errors import UserError
 
 
-@dataclass
+@dataclass(slots=True)
 class TargetConfig:
   """The model that is sped up."""
 
@@ -19,7 +22,7 @@ class TargetConfig:
   dtype: str = "bfloat16"  # of generation and of the teacher: float32 or bfloat16
 
 
-@dataclass
+@dataclass(slots=True)
 class PromptsConfig:
   """What the target will answer, and what it is measured with."""
 
@@ -36,7 +39,7 @@ class PromptsConfig:
   system: str = ""  # system text for prompts without one
 
 
-@dataclass
+@dataclass(slots=True)
 class GenerateConfig:
   """How the target answers the training prompts."""
 
@@ -52,7 +55,7 @@ class GenerateConfig:
   template_args: tuple[str, ...] = ()  # of the chat template, such as "enable_thinking=false"
 
 
-@dataclass
+@dataclass(slots=True)
 class DrafterConfig:
   """What is trained."""
 
@@ -62,7 +65,7 @@ class DrafterConfig:
   draft_vocab: int = 16384  # most frequent ids it can propose; 0 for all
 
 
-@dataclass
+@dataclass(slots=True)
 class TrainConfig:
   """How it is trained."""
 
@@ -88,7 +91,7 @@ class TrainConfig:
   profile: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class EvaluateConfig:
   """How it is measured: real speculative decoding of the evaluation prompts."""
 
@@ -108,14 +111,14 @@ class EvaluateConfig:
   seed: int = 0
 
 
-@dataclass
+@dataclass(slots=True)
 class ExportConfig:
   """What is written for other programs."""
 
   prompts: int = 4  # golden cases in acceptance.json
 
 
-@dataclass
+@dataclass(slots=True)
 class Config:
   """A whole run."""
 
@@ -161,6 +164,7 @@ def validate(cfg: Config) -> None:
   Raises:
     UserError: names the field and its value.
   """
+  _check_types(cfg)
   for name, least in _AT_LEAST.items():
     if not _get(cfg, name) >= least:
       raise UserError(f"{name}={_get(cfg, name)} must be at least {least}")
@@ -177,13 +181,37 @@ def validate(cfg: Config) -> None:
   if not set(cfg.evaluate.speed_dtypes) <= set(DTYPES):
     raise UserError(
         f"evaluate.speed_dtypes={cfg.evaluate.speed_dtypes} must be among {', '.join(DTYPES)}")
-  if not cfg.drafter.init_layers:
-    raise UserError("drafter.init_layers=() must name at least one target layer")
+  layers = cfg.drafter.init_layers
+  if not layers or min(layers) < 0:
+    raise UserError(f"drafter.init_layers={layers} must name target layers, 0-based, at least one")
+  for name in ("prompts.seed", "generate.seed", "train.seed", "evaluate.seed"):
+    if not 0 <= _get(cfg, name) < 2**31:
+      raise UserError(f"{name}={_get(cfg, name)} must be in [0, 2**31)")
+  if cfg.train.beta2 == 1:
+    raise UserError("train.beta2=1.0 must be below 1: Adam divides by 1 - beta2**step")
   if not cfg.train.teacher_temperature > 0:
     raise UserError(f"train.teacher_temperature={cfg.train.teacher_temperature} must be > 0")
   if not cfg.train.steps and not cfg.train.budget_s:
     raise UserError("train.steps=0 needs train.budget_s > 0: steps are measured to fit into it")
   template_args(cfg)
+
+
+def _check_types(cfg: Config) -> None:
+  """Every field is of the type it is declared with, and numbers are finite."""
+  for section in dataclasses.fields(cfg):
+    for entry in dataclasses.fields(section.type):
+      name = f"{section.name}.{entry.name}"
+      value, kind = _get(cfg, name), entry.type
+      many = typing.get_origin(kind) is tuple
+      kind = typing.get_args(kind)[0] if many else kind
+      known = (int, float) if kind is float else kind
+      items = value if many else (value,)
+      if not isinstance(items, tuple) or not all(
+          isinstance(x, known) and isinstance(x, bool) == (kind is bool) for x in items):
+        text = f"a tuple of {kind.__name__}" if many else kind.__name__
+        raise UserError(f"{name}={value!r} must be of type {text}")
+      if kind is float and not all(map(math.isfinite, items)):
+        raise UserError(f"{name}={value} must be finite")
 
 
 def template_args(cfg: Config) -> dict[str, bool | int | str]:
