@@ -1,0 +1,123 @@
+"""The config: every bad field is one line that names it and its value."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from spec_jax.errors import UserError
+from train_drafter import config as config_lib
+from train_drafter.config import Config
+
+ROOT = Path(__file__).parents[2]
+NAN, INF = float("nan"), float("inf")
+
+BAD = [
+    ("target.dtype", "float16"), ("target.source", 3),
+    ("prompts.count", -1), ("prompts.self_written", -1), ("prompts.self_written_top_p", 0.0),
+    ("prompts.self_written_top_p", 1.5), ("prompts.eval_per_category", -2),
+    ("prompts.max_dropped_share", -0.1), ("prompts.max_dropped_share", NAN),
+    ("prompts.overlap_words", 0), ("prompts.seed", -1), ("prompts.mix", "math=2"),
+    ("generate.temperatures", ()), ("generate.temperatures", (0.0, -1.0)),
+    ("generate.temperatures", (1.0, NAN)), ("generate.temperatures", (1.0, INF)),
+    ("generate.temperatures", 1.0),
+    ("generate.answers", 0), ("generate.top_p", 0.0), ("generate.top_p", NAN),
+    ("generate.top_k", -1), ("generate.max_new_tokens", 0), ("generate.max_prompt_tokens", 0),
+    ("generate.batch_size", 0), ("generate.budget_s", -1.0), ("generate.budget_s", INF),
+    ("generate.seed", 2**31), ("generate.template_args", ("thinking",)),
+    ("generate.template_args", ("=false",)),
+    ("drafter.kind", "eagle9"), ("drafter.init_layers", ()), ("drafter.init_layers", (0, -1)),
+    ("drafter.init", "zeros"), ("drafter.draft_vocab", -1),
+    ("train.loss", "mse"), ("train.steps", -1), ("train.steps", 2.5), ("train.budget_s", -1.0),
+    ("train.batch_rows", 0), ("train.seq_len", 7), ("train.lr", -1e-3), ("train.lr", NAN),
+    ("train.lr", INF), ("train.lr", "1e-3"), ("train.warmup", 1.5), ("train.final_lr", -0.1),
+    ("train.weight_decay", -0.1), ("train.beta2", 0.0), ("train.beta2", 1.1),
+    ("train.beta2", 1.0), ("train.clip", -1.0),
+    ("train.max_bad_steps", 0), ("train.dtype", "int8"), ("train.teacher_temperature", 0.0),
+    ("train.teacher_temperature", INF), ("train.chunk", 0), ("train.validation", 0),
+    ("train.eval_every", -1), ("train.keep", 0), ("train.profile", "yes"), ("train.seed", -1),
+    ("evaluate.draft_len", 0), ("evaluate.temperatures", ()), ("evaluate.temperatures", (-0.5,)),
+    ("evaluate.rule", "typical"), ("evaluate.greedy_dtype", ""), ("evaluate.dtype", "fp32"),
+    ("evaluate.drafter_dtype", "f"), ("evaluate.speed_dtypes", ("float32", "int4")),
+    ("evaluate.max_new_tokens", 0), ("evaluate.batch_size", 0),
+    ("evaluate.untrained_per_category", -1), ("evaluate.speed_prompts", -1),
+    ("evaluate.seed", 2**31), ("export.prompts", 0)]
+
+
+def put(cfg, name, value):
+  section, attribute = name.split(".")
+  assert hasattr(getattr(cfg, section), attribute)
+  setattr(getattr(cfg, section), attribute, value)
+
+
+@pytest.mark.parametrize("name,value", BAD, ids=lambda x: str(x))
+def test_a_bad_field_is_named_with_its_value(name, value):
+  cfg = Config()
+  put(cfg, name, value)
+  with pytest.raises(UserError) as raised:
+    config_lib.validate(cfg)
+  message = str(raised.value)
+  assert name in message and "\n" not in message
+  shown = value[0] if name == "generate.template_args" else value
+  assert str(shown) in message or repr(shown) in message
+
+
+def test_every_section_is_covered():
+  """A number or a choice that is never checked would stand out here."""
+  free = {"prompts.path", "prompts.eval_path", "prompts.system", "evaluate.same_shape",
+          "evaluate.ngram"}
+  names = {f"{section.name}.{field.name}" for section in dataclasses.fields(Config)
+           for field in dataclasses.fields(section.type)}
+  assert names - free == {name for name, _ in BAD}
+
+
+@pytest.mark.parametrize("name,value", [
+    ("train.warmup", 1.0), ("train.final_lr", 1.0), ("train.lr", 0.0), ("train.lr", 1),
+    ("train.clip", 0.0), ("drafter.draft_vocab", 0), ("generate.temperatures", (0,)),
+    ("prompts.max_dropped_share", 0.0), ("evaluate.speed_prompts", 0)])
+def test_the_edges_are_allowed(name, value):
+  cfg = Config()
+  put(cfg, name, value)
+  config_lib.validate(cfg)
+
+
+def test_training_needs_an_end():
+  cfg = Config()
+  cfg.train.steps, cfg.train.budget_s = 0, 0.0
+  with pytest.raises(UserError, match="train.steps=0 needs train.budget_s > 0"):
+    config_lib.validate(cfg)
+
+
+def test_a_misspelt_field_of_a_config_file_is_refused():
+  """cfg.train.learning_rate = ... must not pass as if it had been set."""
+  for section in ("train", "generate"):
+    with pytest.raises(AttributeError, match="learning_rate"):
+      getattr(Config(), section).learning_rate = 1.0
+  with pytest.raises(AttributeError, match="trian"):
+    Config().trian = 1
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.py")), ids=lambda path: path.stem)
+def test_the_shipped_configs_are_valid(path):
+  spec = importlib.util.spec_from_file_location(path.stem, path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  cfg = module.get_config()
+  config_lib.finalize(cfg)
+  config_lib.validate(cfg)
+
+
+def test_template_arguments_are_typed():
+  cfg = Config()
+  cfg.generate.template_args = ("enable_thinking=false", "Deep=True", "n=3", "name=a=b")
+  assert config_lib.template_args(cfg) == {
+      "enable_thinking": False, "Deep": True, "n": 3, "name": "a=b"}
+
+
+def test_parts_leave_out_what_does_not_matter():
+  cfg = Config()
+  part = config_lib.part(cfg, "drafter", "train", without=("train.profile",))
+  assert set(part) == {"drafter", "train"} and "profile" not in part["train"]
+  assert part["train"]["lr"] == cfg.train.lr
+  assert cfg.train.profile is False
