@@ -98,8 +98,8 @@ class EvaluateConfig:
   draft_len: int = 5
   temperatures: tuple[float, ...] = (0.0, 1.0)
   rule: str = "ratio"  # at temperatures above zero; at zero it is greedy
-  greedy_dtype: str = "float32"  # of the acceptance runs at temperature zero
-  dtype: str = "bfloat16"  # of those above zero
+  dtype: str = "bfloat16"  # of the acceptance runs
+  identity_dtype: str = "float32"  # of the comparison of all greedy outputs with same-shape ones
   drafter_dtype: str = "bfloat16"
   speed_dtypes: tuple[str, ...] = ("float32", "bfloat16")
   max_new_tokens: int = 128
@@ -150,7 +150,7 @@ _AT_LEAST = {  # field -> smallest value allowed
     "evaluate.speed_prompts": 0, "evaluate.untrained_per_category": 0, "export.prompts": 1}
 _ONE_OF = {
     "target.dtype": DTYPES, "train.dtype": DTYPES, "evaluate.dtype": DTYPES,
-    "evaluate.greedy_dtype": DTYPES,
+    "evaluate.identity_dtype": DTYPES,
     "evaluate.drafter_dtype": DTYPES, "drafter.kind": ("small_lm",), "train.loss": ("fkl",),
     "drafter.init": ("target", "random"), "evaluate.rule": ("ratio",)}
 _SHARES = {  # field -> zero allowed

@@ -113,8 +113,8 @@ def run(cfg: Config, workdir: Path) -> Path:
   inputs = {name: manifest.require(workdir / name, name) for name in ("prompts", "train")}
   options = cfg.evaluate
   # Every dtype is loaded once and does all its work: first float32, whose greedy text is exact.
-  kinds = [k for k in config_lib.DTYPES
-           if k in (options.dtype, options.greedy_dtype, *options.speed_dtypes)]
+  kinds = [k for k in config_lib.DTYPES if k in (
+      options.dtype, *[options.identity_dtype] * options.same_shape, *options.speed_dtypes)]
   target = spec_jax.load_target(cfg.target.source, dtype=kinds[0])
   opened = manifest.begin(
       folder, stage=STAGE, config=config_lib.part(cfg, "evaluate"), inputs=inputs,
@@ -204,17 +204,17 @@ def decode_all(
 def identity_of_all(bench: Bench) -> list[dict]:
   """Greedy text of all prompts against the same-shape baseline, with the ngram drafter."""
   def measure():
-    ours = {r["id"]: r["tokens"] for r in acceptance(bench, NGRAM, 0.0, "greedy")}
     everything = range(len(bench.prompts))
-    theirs = decode_all(
-        bench, bench.drafter(NGRAM), everything, 0.0, title="same-shape baseline",
-        force_reject=True)
-    pairs = [(ours[bench.prompts[i]["id"]], theirs[i].tokens) for i in everything]
+    decode = lambda title, **how: decode_all(
+        bench, bench.drafter(NGRAM), everything, 0.0, title=f"{title} {bench.target.dtype}", **how)
+    ours = decode("speculative")
+    theirs = decode("same-shape", force_reject=True)
+    pairs = [(ours[i].tokens, theirs[i].tokens) for i in everything]
     return [{
         "dtype": bench.target.dtype, "drafter": NGRAM, "prompts": len(pairs),
         "identical_same_shape": metrics.identical_share(*zip(*pairs, strict=True)),
         "identical_width_1": None, "batch_size": bench.cfg.evaluate.batch_size,
-        "decode": "acceptance"}]
+        "decode": "batched"}]
 
   return _kept(bench.workdir / STAGE / "parts" / "identity.json", measure)
 
@@ -357,7 +357,7 @@ def collect(
           "packages": opened.packages, "git_commit": opened.git_commit, "created": opened.created,
           "inputs": opened.inputs, "target_weights": opened.target.weights, "prompts": prompts,
           "device": jax.devices()[0].device_kind, "cores": os.cpu_count(),
-          "greedy_dtype": options.greedy_dtype, "dtype": options.dtype,
+          "identity_dtype": options.identity_dtype, "dtype": options.dtype,
           "drafter_dtype": options.drafter_dtype, "batch_size": options.batch_size,
           "untrained_per_category": options.untrained_per_category})
   return report.report_from_folder(folder)

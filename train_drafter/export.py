@@ -103,8 +103,8 @@ def measure(
     facts: dict[str, Any]) -> dict[str, Any]:
   """The content of acceptance.json: the written folder is loaded and decodes the golden prompts."""
   options = cfg.evaluate
-  if target.dtype != options.greedy_dtype:
-    target = spec_jax.load_target(cfg.target.source, dtype=options.greedy_dtype)
+  if target.dtype != options.identity_dtype:
+    target = spec_jax.load_target(cfg.target.source, dtype=options.identity_dtype)
   drafter = spec_jax.load_drafter(str(folder), target, options.drafter_dtype)
   args = config_lib.template_args(cfg)
   ids = [encode_prompt(target, p["messages"], i, args) for i, p in enumerate(golden)]
