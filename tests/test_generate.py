@@ -150,6 +150,15 @@ def test_a_stop_past_the_cap_is_not_reached(prompts, plain):
   assert out.tokens[1] == row[:5] and out.finish_reasons[1] == "length"
 
 
+def test_a_stop_in_the_very_first_token(prompts, plain):
+  text = tiny.target().tokenizer.decode
+  stop = text(plain.tokens[1][:1])
+  assert stop
+  out = decode(tiny.self_drafter(), prompts[1:2], stop=[stop])
+  assert out.tokens[0] == plain.tokens[1][:1] and out.finish_reasons == ["stop"]
+  assert out.records[0].rounds == 0
+
+
 def test_one_stop_string_is_not_a_list_of_letters(prompts, plain):
   text = tiny.target().tokenizer.decode(plain.tokens[2])
   out = decode(None, prompts[:4], stop=text[:2][::-1] + "|<|")
@@ -184,6 +193,16 @@ def test_the_end_of_the_context(kind):
   assert out.finish_reasons == ["length"] * 4
   with pytest.raises(UserError, match="prompt 1 has 33 tokens and the context holds 32"):
     decode(drafter, [prompts[0], prompts[2] + [5]], max_length=32)
+
+
+def test_a_full_buffer_keeps_its_last_tokens():
+  """A row that fills its buffer exactly and waits for a slower one: its writes need the slack."""
+  rng = np.random.default_rng(2)
+  prompts = [p[:1] + rng.integers(3, 64, 31).tolist() for p in tiny.prompts(4)]  # the whole bucket
+  roomy = decode(None, [*prompts, prompts[0] + [5]]).tokens[:4]  # 33 ids: the next bucket
+  assert decode(None, prompts).tokens == roomy
+  drafter = tiny.scripted(prompts, roomy, [K, 0, 2, K])
+  assert decode(drafter, prompts).tokens == roomy
 
 
 def test_the_context_of_the_target_is_the_limit():
@@ -254,6 +273,22 @@ def test_the_order_of_finishing_and_the_callback(prompts, plain):
   out = decode(tiny.self_drafter(), prompts, max_new_tokens=budgets, on_finish=seen.append)
   assert sorted(row.index for row in seen) == list(range(len(prompts)))
   assert out.tokens == [row[:b] for row, b in zip(plain.tokens, budgets, strict=True)]
+
+
+def test_rounds_are_reported_as_they_finish(prompts, plain):
+  seen = {}
+  run = Run(tiny.target(), tiny.weak_drafter(), prompts[:6], draft_len=K, max_new_tokens=16,
+            batch_size=4, on_round=lambda now: seen.setdefault(now.index, []).append(now))
+  rows = {row.index: row for row in run.all()}
+  assert set(seen) == set(rows) == set(range(6))
+  for i, row in rows.items():
+    assert row.tokens == plain.tokens[i]
+    steps = [len(now.tokens) for now in seen[i]]
+    # From the prefill's token on, every round but the last, which the row itself tells.
+    assert steps == np.cumsum([1, *row.records.emitted[:-1]]).tolist()
+    for now in seen[i]:
+      assert now.tokens == row.tokens[:len(now.tokens)]
+      np.testing.assert_array_equal(now.accepted, row.records.accepted[:len(now.accepted)])
 
 
 def test_hidden_states_predict_the_tokens(prompts, plain):
