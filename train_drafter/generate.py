@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 import spec_jax
+from spec_jax.errors import UserError
 from spec_jax.generate import Finished, Run, encode_prompt
 from spec_jax.target import Target
 from train_drafter import config as config_lib
@@ -65,7 +66,8 @@ def run(cfg: Config, workdir: Path) -> Path:
   """Writes `workdir`/generate; goes on where a stopped run was; reuses a finished one.
 
   Raises:
-    UserError: the prompts stage has not run, or the folder belongs to another config.
+    UserError: the prompts stage has not run, no prompt is short enough, or the folder belongs to
+      another config.
   """
   workdir = Path(workdir)
   folder = workdir / STAGE
@@ -97,7 +99,13 @@ def _answer_all(cfg: Config, target: Target, prompts: Sequence[dict], folder: Pa
   args = config_lib.template_args(cfg)
   ids = [encode_prompt(target, p["messages"], i, args) for i, p in enumerate(prompts)]
   jobs = [(i, a) for a in range(options.answers) for i in range(len(ids))]
-  fits = [k for k, (i, _) in enumerate(jobs) if len(ids[i]) <= options.max_prompt_tokens]
+  limit = min(options.max_prompt_tokens, target.config.max_position)
+  fits = [k for k, (i, _) in enumerate(jobs) if len(ids[i]) <= limit]
+  if not fits:
+    raise UserError(
+        f"generate: all {len(ids)} prompts are longer than "
+        f"generate.max_prompt_tokens={options.max_prompt_tokens} or the target's context of "
+        f"{target.config.max_position} tokens")
   heat = lambda k: options.temperatures[(jobs[k][0] + jobs[k][1]) % len(options.temperatures)]
   done = {a.job for path in folder.glob("part-*.npz") for a in _read_part(path)}
   todo = [k for k in fits if k not in done]
