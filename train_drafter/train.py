@@ -317,8 +317,8 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
       restored = saved.restore(state)
       state, extra = restored.state, restored.extra
       print(f"{STAGE}: goes on from step {restored.step}", flush=True)
-    step, last = int(state.step), None
-    first = step
+    step = first = int(state.step)
+    last = None
     with contextlib.closing(MetricLog(folder, step)) as log, \
         Bar("train", total=steps, start=step) as bar:
       while step < steps:
@@ -331,20 +331,17 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
         bar.advance(1, amount=float(batch["weight"].sum()), note=note)
         late, stopping = time.monotonic() > deadline, stop.requested
         due = step % every == 0 or step == steps or late
-        score = None
         if due or stopping:  # what a checkpoint holds is also in the log
           log.step(*last, setup, packer)
-          last = None
+          last = score = None
         if due:
           means = validate(setup, state.params, target.params, held)
           log.validation(step, means)
           score = means["alpha"] + means["greedy_match"]
-          known = extra["best"]
-          # Of equal ones the newest, as Checkpoints.best_step has it.
-          if math.isfinite(score) and (known is None or score >= known["score"]):
+          known = extra["best"] or {"score": -math.inf}
+          if known["score"] <= score < math.inf:  # of equal ones the newest, as best_step has it
             extra = {"best": {"step": step, "score": score, **means}}
-        # A signal adds no validation: the best step is that of a run which was not stopped.
-        if due or stopping:
+        if due or stopping:  # a signal adds no validation: the best step does not depend on it
           saved.save(step, state, extra, metric=score)
         if stopping:
           saved.wait()
@@ -414,9 +411,8 @@ class MetricLog:
     """
     values = {name: float(v) for name, v in jax.device_get(sums).items()}
     count, skipped = max(values["count"], 1.0), int(values["skipped"])
-    row = {
-        "loss": values["loss"] / count, "alpha": values["alpha"] / count,
-        "greedy_match": values["greedy_match"] / count, "grad_norm": values["grad_norm"],
+    row = {name: values[name] / count for name in ("loss", "alpha", "greedy_match")} | {
+        "grad_norm": values["grad_norm"],
         "lr": float(setup.schedule(step - 1 - skipped)),  # the schedule waits for skipped steps
         "epoch": packer.epoch_of(step), "skipped": skipped}
     self._write(step, "train", row)
