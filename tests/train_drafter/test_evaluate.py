@@ -1,0 +1,136 @@
+"""Parts of the evaluate stage: which prompts, what counts as identical, and the cost pieces."""
+
+import dataclasses
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spec_jax
+from spec_jax.errors import UserError
+from train_drafter import evaluate, speed
+from train_drafter.config import Config
+from train_drafter.evaluate import Bench
+from train_drafter.generate import encode_prompt, read_jsonl
+
+
+@pytest.fixture(scope="module")
+def bench(finished, tmp_path_factory):
+  """A copy of the finished run, opened as the stage opens it."""
+  cfg, workdir = finished
+  folder = tmp_path_factory.mktemp("evaluate") / "run"
+  shutil.copytree(workdir, folder)
+  target = spec_jax.load_target(cfg.target.source)
+  prompts = read_jsonl(folder / "prompts" / "eval.jsonl")
+  ids = [encode_prompt(target, p["messages"]) for p in prompts]
+  return Bench(cfg, folder, target, prompts, ids)
+
+
+def with_categories(bench, letters, **options):
+  cfg = Config()
+  for name, value in options.items():
+    setattr(cfg.evaluate, name, value)
+  prompts = [{"category": c, "id": str(i)} for i, c in enumerate(letters)]
+  return dataclasses.replace(bench, cfg=cfg, prompts=prompts)
+
+
+def test_settings_are_greedy_at_zero_and_coldest_first():
+  cfg = Config()
+  cfg.evaluate.temperatures = (1.0, 0.0, 0.7, 1.0)
+  assert evaluate.settings(cfg) == [(0.0, "greedy"), (0.7, "ratio"), (1.0, "ratio")]
+
+
+def test_timed_prompts_take_the_categories_in_turn(bench):
+  assert with_categories(bench, "aabbcc", speed_prompts=4).timed() == [0, 2, 4, 1]
+  assert with_categories(bench, "aab", speed_prompts=0).timed() == [0, 2, 1]
+
+
+def test_spread_takes_the_first_of_every_category(bench):
+  assert with_categories(bench, "aaabbc").spread(2) == [0, 1, 3, 4, 5]
+  assert with_categories(bench, "aaabbc").spread(0) == list(range(6))
+
+
+def test_untrained_control_is_the_initialisation(bench):
+  ours, trained = bench.drafter(evaluate.UNTRAINED).module, bench.drafter(evaluate.TRAINED).module
+  np.testing.assert_array_equal(ours.draft_ids[...], trained.draft_ids[...])
+  source = bench.target.module.stack.layers[2].wq[...]
+  np.testing.assert_array_equal(ours.stack.layers[1].wq[...], source)
+  assert not np.array_equal(trained.stack.layers[1].wq[...], source)
+
+
+def test_greedy_text_is_the_same_for_every_drafter(bench):
+  rows = {name: evaluate.acceptance(bench, name, 0.0, "greedy")
+          for name in (evaluate.TRAINED, evaluate.NGRAM, evaluate.UNTRAINED)}
+  text = {name: {r["id"]: r["tokens"] for r in found} for name, found in rows.items()}
+  for name, found in text.items():
+    assert all(found[i] == text["ngram"][i] for i in found), name
+
+
+def test_identity_counts_a_changed_answer(bench, monkeypatch):
+  decode = evaluate.decode_all
+
+  def changed(*args, force_reject=False, **options):
+    done = decode(*args, force_reject=force_reject, **options)
+    if not force_reject:
+      done[1].tokens[-1] += 1
+    return done
+
+  monkeypatch.setattr(evaluate, "decode_all", changed)
+  (bench.workdir / "evaluate" / "parts" / "identity.json").unlink()
+  found, = evaluate.identity_of_all(bench)
+  assert found["prompts"] == 6 and found["identical_same_shape"] == pytest.approx(5 / 6)
+
+
+def test_divergence_says_where_and_by_how_much(bench):
+  theirs = [r["tokens"] for r in evaluate.acceptance(bench, evaluate.NGRAM, 0.0, "greedy")][:1]
+  ours = [list(theirs[0])]
+  ours[0][3] += 1
+  found, = evaluate.divergences(bench, [0], ours, theirs, 1e-3)
+  assert found["id"] == bench.prompts[0]["id"] and found["equal_tokens"] == 3
+  tokens = jnp.asarray([bench.ids[0] + theirs[0][:3]])
+  logits = bench.target.module(tokens, jnp.arange(tokens.shape[1])[None])[0][0, -1]
+  top = np.sort(logits)[-2:]
+  assert found["margin"] == pytest.approx(float(top[1] - top[0]), abs=1e-4)
+  assert found["within_tolerance"] is (found["margin"] <= 1e-3)
+  assert evaluate.divergences(bench, [0], theirs, theirs, 1e-3) == []
+
+
+def test_tolerance_is_measured_and_small_in_float32(bench):
+  tokens = evaluate.acceptance(bench, evaluate.NGRAM, 0.0, "greedy")[0]["tokens"]
+  assert 0 <= evaluate.rounding_tolerance(bench, tokens, bench.ids[0]) <= 1e-3
+
+
+def test_single_decodes_without_a_new_compilation(bench):
+  single = speed.Single(bench.target, bench.drafter("ngram"), 3, bench.size, 16)
+  single(bench.ids[0], budget=2)
+  before = spec_jax.decode.chunk._cache_size()
+  for ids in bench.ids[1:4]:
+    row, seconds = single(ids)
+    assert seconds > 0 and row.tokens
+  assert spec_jax.decode.chunk._cache_size() == before
+
+
+def test_interleaved_takes_turns():
+  calls = []
+  pieces = {name: lambda name=name: calls.append(name) or jnp.zeros(()) for name in "ab"}
+  times = speed.interleaved(pieces, 3)
+  assert calls == ["a", "b"] * 4  # the first turn is the warm-up
+  assert {name: len(t) for name, t in times.items()} == {"a": 3, "b": 3}
+
+
+def test_answers_too_short_to_time_are_an_error(bench, monkeypatch):
+  cfg = dataclasses.replace(bench.cfg, evaluate=dataclasses.replace(bench.cfg.evaluate))
+  monkeypatch.setattr(evaluate, "_LEAST_TIMED", 99)
+  (bench.workdir / "evaluate" / "parts" / "speed-float32.json").unlink()
+  with pytest.raises(UserError, match="too few to time"):
+    evaluate.speed_and_identity(dataclasses.replace(bench, cfg=cfg))
+
+
+def test_provenance_names_what_was_measured(finished):
+  cfg, workdir = finished
+  made = json.loads((workdir / "evaluate" / "report.json").read_text())
+  assert made["provenance"]["identity_dtype"] == "float32"
+  assert made["provenance"]["untrained_per_category"] == cfg.evaluate.untrained_per_category
+  assert any("untrained was decoded on 3 of the 6 prompts" in w for w in made["warnings"])
