@@ -135,8 +135,9 @@ def test_an_epoch_holds_every_document_at_most_once_and_all_but_a_last_batch():
   p = packer(docs)
   step = 0
   for epoch in range(3):
-    seen = collections.Counter(
-        i for k in range(p.batches(epoch)) for i in flat(p.batch(step + k)))
+    batches = [held(p.batch(step + k)) for k in range(p.batches(epoch))]
+    assert all(all(rows) for rows in batches)  # no row is empty
+    seen = collections.Counter(i for rows in batches for row in rows for i in row)
     assert set(seen.values()) == {1}
     missing = set(range(50)) - set(seen)
     # What is left out filled fewer rows than a batch has.
