@@ -118,7 +118,7 @@ def _starter(values: flags.FlagValues, target: Target, prompt: Prompt) -> Callab
 
 
 def colours(out: TextIOBase) -> bool:
-  """Whether `out` is a terminal that wants colours (https://no-color.org)."""
+  """Whether `out` is a terminal that wants colours."""
   return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
