@@ -23,7 +23,7 @@ from spec_jax import records
 from spec_jax.drafters import Drafter, load_drafter
 from spec_jax.errors import UserError
 from spec_jax.generate import Finished, Progress, Prompt, Run
-from spec_jax.platform import configure
+from spec_jax.platform import configure, tune_process
 from spec_jax.sampling import GREEDY_BELOW
 from spec_jax.target import DTYPES, Target, load_target
 
@@ -247,4 +247,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+  tune_process()
   main()

@@ -27,6 +27,7 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from spec_jax import platform
 from spec_jax.errors import UserError
 from train_drafter import manifest
 from train_drafter.progress import clock_text
@@ -117,7 +118,6 @@ def execute(options: Options) -> None:
   Raises:
     UserError: a field has a bad value, or a stage refuses its inputs or its folder.
   """
-  from spec_jax import platform
   from train_drafter import config as config_lib
 
   cfg = options.config
@@ -255,9 +255,6 @@ def _wrong_field(name: str, names: dict[str, bool]) -> str:
 
 def main() -> None:
   """The command line: exit status 2 and one line for bad input, 130 for an interrupt."""
-  from spec_jax import platform
-
-  platform.tune_process()
   define_flags(flags.FLAGS, sys.argv)
 
   def run(options: Options) -> None:
@@ -276,4 +273,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+  platform.tune_process()
   main()
