@@ -18,4 +18,6 @@ def get_config(arg: str = "") -> Config:
   cfg.prompts.eval_per_category = 12
   cfg.generate.budget_s = 270.0
   cfg.train.budget_s = 430.0
+  # Every prompt: --config.evaluate.identity_per_category=0 (minutes, in float32).
+  cfg.evaluate.identity_per_category = 2
   return cfg

@@ -99,7 +99,8 @@ class EvaluateConfig:
   temperatures: tuple[float, ...] = (0.0, 1.0)
   rule: str = "ratio"  # at temperatures above zero; at zero it is greedy
   dtype: str = "bfloat16"  # of the acceptance runs
-  identity_dtype: str = "float32"  # of the comparison of all greedy outputs with same-shape ones
+  identity_dtype: str = "float32"  # of the comparison of greedy outputs with same-shape ones
+  identity_per_category: int = 0  # prompts of it; 0 for all
   drafter_dtype: str = "bfloat16"
   speed_dtypes: tuple[str, ...] = ("float32", "bfloat16")
   max_new_tokens: int = 128
@@ -147,7 +148,7 @@ _AT_LEAST = {  # field -> smallest value allowed
     "train.lr": 0, "train.clip": 0, "train.max_bad_steps": 1, "train.chunk": 1,
     "train.validation": 1, "train.eval_every": 0, "train.keep": 1, "train.weight_decay": 0,
     "evaluate.draft_len": 1, "evaluate.max_new_tokens": 1, "evaluate.batch_size": 1,
-    "evaluate.speed_prompts": 0, "evaluate.untrained_per_category": 0, "export.prompts": 1}
+    "evaluate.speed_prompts": 0, "evaluate.identity_per_category": 0, "evaluate.untrained_per_category": 0, "export.prompts": 1}
 _ONE_OF = {
     "target.dtype": DTYPES, "train.dtype": DTYPES, "evaluate.dtype": DTYPES,
     "evaluate.identity_dtype": DTYPES,

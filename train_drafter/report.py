@@ -259,6 +259,12 @@ def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: i
     if row.get("dtype") == "float32" and same is not None and same < 1:
       warnings.append(f"float32 outputs with {row.get('drafter')} differ from same-shape plain "
                       f"decoding on {100 * (1 - same):.1f} % of the prompts")
+    for place in row.get("divergences", ()):
+      if not place["within_tolerance"]:
+        warnings.append(
+            f"{row['dtype']} text with {row['drafter']} leaves one-token plain decoding on "
+            f"{place['id']} where the logits are {place['margin']:.3g} apart, more than rounding "
+            f"explains ({row['tolerance']:.3g})")
   speed_rows = _speed_rows(speed, by_drafter)
   coldest = settings[0]["all"]
   report = {

@@ -170,9 +170,19 @@ def identity_lines(report: dict) -> list[str]:
   """One line per identity row."""
   def share(value):
     return "not measured" if value is None else f"{100 * value:.1f} %"
-  return [f"{r['dtype']}, {r['drafter']}, {r['prompts']} prompts: identical to same-shape plain "
-          f"{share(r['identical_same_shape'])}, to one-token plain "
-          f"{share(r['identical_width_1'])}" for r in report["identity"]]
+
+  lines = []
+  for r in report["identity"]:
+    line = (f"{r['dtype']}, {r['drafter']}, {r['prompts']} prompts: identical to same-shape plain "
+            f"{share(r['identical_same_shape'])}, to one-token plain "
+            f"{share(r['identical_width_1'])}")
+    apart = r.get("divergences")
+    if apart:
+      rounding = sum(d["within_tolerance"] for d in apart)
+      line += (f"; {rounding} of {len(apart)} differences at a tie within rounding "
+               f"({r['tolerance']:.2g})")
+    lines.append(line)
+  return lines
 
 
 def estimate_lines(report: dict) -> list[str]:
