@@ -17,7 +17,8 @@ def get_config(arg: str = "") -> Config:
       "multi_turn=1", "creative=1")
   cfg.prompts.eval_per_category = 12
   cfg.generate.budget_s = 270.0
-  cfg.train.budget_s = 430.0
+  cfg.train.budget_s = 380.0
   # Every prompt: --config.evaluate.identity_per_category=0 (minutes, in float32).
   cfg.evaluate.identity_per_category = 2
+  cfg.evaluate.speed_prompts = 6
   return cfg

@@ -148,7 +148,8 @@ _AT_LEAST = {  # field -> smallest value allowed
     "train.lr": 0, "train.clip": 0, "train.max_bad_steps": 1, "train.chunk": 1,
     "train.validation": 1, "train.eval_every": 0, "train.keep": 1, "train.weight_decay": 0,
     "evaluate.draft_len": 1, "evaluate.max_new_tokens": 1, "evaluate.batch_size": 1,
-    "evaluate.speed_prompts": 0, "evaluate.identity_per_category": 0, "evaluate.untrained_per_category": 0, "export.prompts": 1}
+    "evaluate.speed_prompts": 0, "evaluate.identity_per_category": 0,
+    "evaluate.untrained_per_category": 0, "export.prompts": 1}
 _ONE_OF = {
     "target.dtype": DTYPES, "train.dtype": DTYPES, "evaluate.dtype": DTYPES,
     "evaluate.identity_dtype": DTYPES,

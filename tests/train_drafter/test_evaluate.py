@@ -79,7 +79,7 @@ def test_identity_counts_a_changed_answer(bench, monkeypatch):
 
   monkeypatch.setattr(evaluate, "decode_all", changed)
   (bench.workdir / "evaluate" / "parts" / "identity.json").unlink()
-  found, = evaluate.identity_of_all(bench)
+  found, = evaluate.identity_of_batch(bench)
   assert found["prompts"] == 6 and found["identical_same_shape"] == pytest.approx(5 / 6)
 
 

@@ -221,6 +221,17 @@ def test_broken_float32_identity_warns():
   assert any("25.0 % of the prompts" in w for w in warnings)
 
 
+def test_divergence_beyond_rounding_warns():
+  def report_of(within):
+    place = {"id": "qa-0", "equal_tokens": 7, "margin": 0.02, "within_tolerance": within}
+    row = {**IDENTITY[0], "tolerance": 0.01, "divergences": [place]}
+    return build_report(**arguments(identity=[row]))
+
+  assert any("on qa-0 where the logits are 0.02 apart" in w for w in report_of(False)["warnings"])
+  assert not any("apart" in w for w in report_of(True)["warnings"])
+  assert "1 of 1 differences at a tie within rounding" in markdown(report_of(True))
+
+
 # --- bad material
 
 
