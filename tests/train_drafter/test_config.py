@@ -41,7 +41,8 @@ BAD = [
     ("evaluate.rule", "typical"), ("evaluate.identity_dtype", ""), ("evaluate.dtype", "fp32"),
     ("evaluate.drafter_dtype", "f"), ("evaluate.speed_dtypes", ("float32", "int4")),
     ("evaluate.max_new_tokens", 0), ("evaluate.batch_size", 0),
-    ("evaluate.untrained_per_category", -1), ("evaluate.speed_prompts", -1),
+    ("evaluate.untrained_per_category", -1), ("evaluate.identity_per_category", -1),
+    ("evaluate.speed_prompts", -1),
     ("evaluate.seed", 2**31), ("export.prompts", 0)]
 
 
