@@ -5,9 +5,10 @@ drafter and setting (a stopped stage goes on with the missing ones), one of spee
 each dtype, and from them report.json and report.md, which are also printed.
 
 Identity is measured twice. Over all evaluation prompts (or identity_per_category of them, since it
-is the dearest part) in float32, batched: the text of the same-shape baseline (every draft refused, in the executable that decodes speculatively) against the
-speculative text. And on the prompts that are timed one by one, for each dtype: the very decodes
-whose speed is reported, against plain decoding and against the same-shape baseline.
+is the dearest part) in float32, batched: the text of the same-shape baseline (every draft refused,
+in the executable that decodes speculatively) against the speculative text. And on the prompts that
+are timed one by one, for each dtype: the very decodes whose speed is reported, against plain
+decoding and, for the other dtypes, against the same-shape baseline.
 """
 
 import dataclasses

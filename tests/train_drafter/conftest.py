@@ -2,9 +2,8 @@
 
 import pytest
 
-from train_drafter import evaluate, export, generate, prompts, train
-
 from tests.train_drafter import tiny_run
+from train_drafter import evaluate, export, generate, prompts, train
 
 
 @pytest.fixture(scope="session")

@@ -55,7 +55,7 @@ def test_report_holds_what_is_promised(finished):
   assert [r["drafter"] for r in made["speed"]] == ["ngram", "small_lm"]
   assert all(r["draft_cost"] > 0 and r["verify_cost"] > 0 for r in made["speed"])
   estimates = {row["temperature"]: row for row in made["training_estimate"]}
-  assert "first_position" in estimates[0.0]["checks"] and "first_position" in estimates[1.0]["checks"]
+  assert all("first_position" in estimates[t]["checks"] for t in (0.0, 1.0))
   assert made["max_new_tokens"] == cfg.evaluate.max_new_tokens
 
 

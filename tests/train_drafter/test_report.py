@@ -21,6 +21,7 @@ from train_drafter.report import (
   validate_report,
   write_report,
 )
+from train_drafter.report_text import markdown
 
 GREEDY, RATIO = (0.0, "greedy"), (1.0, "ratio")
 
