@@ -10,6 +10,7 @@ import pytest
 
 import spec_jax
 from spec_jax.errors import UserError
+from spec_jax.generate import Run
 from train_drafter import evaluate, speed
 from train_drafter.config import Config
 from train_drafter.evaluate import Bench
@@ -134,3 +135,25 @@ def test_provenance_names_what_was_measured(finished):
   assert made["provenance"]["identity_dtype"] == "float32"
   assert made["provenance"]["untrained_per_category"] == cfg.evaluate.untrained_per_category
   assert any("untrained was decoded on 3 of the 6 prompts" in w for w in made["warnings"])
+
+
+def test_short_prompts_are_prefilled_at_a_narrower_width(bench, monkeypatch):
+  """Three widths of prompts through one queue: two prefill shapes, and the text stays the same."""
+  prompts = [[3 + k] * n for k, n in enumerate([90, 20, 31, 70, 8, 25])]
+  widths = []
+  fill = Run._fill
+  monkeypatch.setattr(
+      Run, "_fill",
+      lambda run, state, size, *rest: widths.append(size) or fill(run, state, size, *rest))
+
+  def texts(batch_size):
+    widths.clear()
+    run = Run(bench.target, None, prompts, draft_len=0, max_new_tokens=8,
+                       batch_size=batch_size)
+    rows = {row.index: row.tokens for row in run.bucket(96, range(len(prompts)))}
+    return [rows[i] for i in range(len(prompts))], sorted(set(widths))
+
+  queued, narrow = texts(1)
+  at_once, wide = texts(6)
+  assert (narrow, wide) == ([32, 96], [96])
+  assert queued == at_once
