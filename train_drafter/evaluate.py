@@ -235,7 +235,7 @@ def _measure_speed(bench: Bench) -> dict[str, list[dict]]:
   # The batched comparison has the same-shape baseline of its own dtype already.
   baseline = not (options.same_shape and bench.target.dtype == options.identity_dtype)
   text: dict[str, list[list[int]]] = {n: [] for n in ("plain", "same shape", *sides)}
-  rate: dict[str, list[float]] = {n: [] for n in ("plain", *sides)}
+  clock: dict[str, list[tuple[int, float]]] = {n: [] for n in ("plain", *sides)}
   for single in (plain, *sides.values()):
     single(bench.ids[members[0]], budget=2)
   with Bar(f"speed {bench.target.dtype}", total=len(members)) as bar:
@@ -247,7 +247,7 @@ def _measure_speed(bench: Bench) -> dict[str, list[dict]]:
         row, seconds = (plain if name == "plain" else sides[name])(bench.ids[i])
         text[name].append(row.tokens)
         # The first token came from the prefill.
-        rate[name].append((len(row.tokens) - 1) / seconds if len(row.tokens) > 1 else 0.0)
+        clock[name].append((len(row.tokens) - 1, seconds))
         bar.advance(0, amount=len(row.tokens))
       if baseline:
         text["same shape"].append(sides[NGRAM](bench.ids[i], force_reject=True)[0].tokens)
@@ -260,12 +260,13 @@ def _measure_speed(bench: Bench) -> dict[str, list[dict]]:
   tolerance = rounding_tolerance(bench, text["plain"][enough[0]], bench.ids[members[enough[0]]])
   speeds, identities = [], []
   for name in sides:
-    pair = metrics.paired_ratio(
-        [rate[name][k] for k in enough], [rate["plain"][k] for k in enough], seed=options.seed)
+    ours, theirs = ([clock[n][k][0] / clock[n][k][1] for k in enough] for n in (name, "plain"))
+    pair = metrics.paired_ratio(ours, theirs, seed=options.seed)
     speeds.append({
         "dtype": bench.target.dtype, "drafter": name, "temperature": 0.0,
         "plain_tokens_per_s": pair["b_median"], "speculative_tokens_per_s": pair["a_median"],
         "speedup": pair["ratio"], "speedup_ci": pair["ratio_ci"], "pairs": pair["pairs"],
+        "speedup_pooled": _pooled(clock[name]) / _pooled(clock["plain"]),
         "batch_size": 1, **price[name]})
     identities.append({
         "dtype": bench.target.dtype, "drafter": name, "prompts": len(members),
@@ -275,6 +276,11 @@ def _measure_speed(bench: Bench) -> dict[str, list[dict]]:
         "batch_size": 1, "decode": "speed", "tolerance": tolerance,
         "divergences": divergences(bench, members, text[name], text["plain"], tolerance)})
   return {"speed": speeds, "identity": identities}
+
+
+def _pooled(clock: Sequence[tuple[int, float]]) -> float:
+  """Tokens per second over all prompts: long answers weigh more than in a median of rates."""
+  return sum(tokens for tokens, _ in clock) / sum(seconds for _, seconds in clock)
 
 
 def divergences(

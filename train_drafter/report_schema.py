@@ -27,6 +27,7 @@ DEFINITIONS = {
     "tau_before_first_loop": "tau of the rounds that end before a prompt's first looped token",
     "speedup": "median over interleaved pairs, same prompts and dtype, of speculative / plain "
                "tokens per second, compilation left out",
+    "speedup_pooled": "the same from the total tokens and seconds of each side",
     "predicted_speedup": "tau / (draft_cost + verify_cost)",
     "draft_cost": "time of one proposal / time of one plain step of the target",
     "verify_cost": "time of one verification pass (K + 1 wide) / time of one plain step",

@@ -79,22 +79,40 @@ class Single:
     return run.program, run.params, state
 
 
-@functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("cache",))
-def target_pass(program: decode.Program, params: Any, cache: Any, block: Int[Array, "B W"],
-                length: Int[Array, " B"]):
-  """One pass of the target over W tokens from the last committed one on: best ids and cache."""
+@functools.partial(jax.jit, static_argnames=("program", "count"), donate_argnames=("cache",))
+def pass_loop(program: decode.Program, params: Any, cache: Any, block: Int[Array, "B W"],
+              length: Int[Array, " B"], count: int):
+  """`count` passes of the target over W tokens, logits included; returns the block and the cache.
+
+  A loop on the device, as in decoding: calling a pass by itself costs milliseconds of its own.
+  """
   target, _ = decode.merge(program, params)
   positions = (length - 1)[:, None] + jnp.arange(block.shape[1])
-  out = target.hidden(block, positions, cache)
-  return jnp.argmax(target.logits(out.hidden), -1).astype(jnp.int32), out.cache
+
+  def body(_, carry):
+    block, cache = carry
+    out = target.hidden(block, positions, cache)
+    # Each pass depends on the one before through all its logits; none is ever above a million.
+    used = jnp.max(target.logits(out.hidden), (1, 2)) > 1e6
+    return jnp.where(used[:, None], 0, block), out.cache
+
+  return jax.lax.fori_loop(0, count, body, (block, cache))
 
 
-@functools.partial(jax.jit, static_argnames=("program",))
-def proposal(program: decode.Program, params: Any, state: decode.State) -> Int[Array, "B K"]:
-  """The drafts of one round."""
-  target, drafter = decode.merge(program, params)
-  keys = sampling_lib.round_keys(state.keys, state.length)
-  return decode.propose(program, drafter, target, state, keys)[0].tokens
+@functools.partial(jax.jit, static_argnames=("program", "count"))
+def draft_loop(program: decode.Program, params: Any, state: decode.State,
+               count: int) -> Int[Array, "B S"]:
+  """`count` proposals, each of them a function of the one before."""
+  def body(_, carry):
+    tokens, draft = carry
+    now = dataclasses.replace(state, tokens=tokens, draft=draft)
+    target, drafter = decode.merge(program, params)
+    keys = sampling_lib.round_keys(state.keys, state.length)
+    drafts, draft = decode.propose(program, drafter, target, now, keys)
+    first = jnp.where(drafts.tokens[:, 0] < 0, 0, tokens[:, 0])
+    return tokens.at[:, 0].set(first), draft
+
+  return jax.lax.fori_loop(0, count, body, (state.tokens, state.draft))[0]
 
 
 def interleaved(pieces: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
@@ -110,43 +128,48 @@ def interleaved(pieces: Mapping[str, Callable[[], Any]], repeats: int) -> dict[s
   return times
 
 
-def passes(single: Single, ids: Sequence[int]) -> dict[str, Callable[[], Any]]:
-  """The passes of a round as pieces for `interleaved`: "plain" (one wide), "verify" (K + 1 wide)
-  and "draft", all behind the prefill of one prompt."""
+def passes(single: Single, ids: Sequence[int], count: int) -> dict[str, Callable[[], Any]]:
+  """The passes of a round as pieces for `interleaved`, each `count` times, behind one prompt.
+
+  Returns:
+    "plain": one token wide; "verify": K + 1 wide; "draft": proposals, with a drafter.
+  """
   program, params, state = single.prefilled(ids)
-  cache, length = [jax.tree.map(jnp.copy, state.cache)], state.length
+  cache = [jax.tree.map(jnp.copy, state.cache)]
 
-  def run_pass(block):
-    best, cache[0] = target_pass(program, params, cache[0], block, length)
-    return best
+  def run_pass(width):
+    block = jnp.broadcast_to(state.tokens[:, :1], (1, width))
+    out, cache[0] = pass_loop(program, params, cache[0], block, state.length, count)
+    return out
 
-  wide = jnp.take_along_axis(
-      state.tokens, length[:, None] - 1 + jnp.zeros((1, single.draft_len + 1), jnp.int32), 1)
-  pieces = {"plain": lambda: run_pass(wide[:, :1]), "verify": lambda: run_pass(wide)}
+  pieces = {"plain": lambda: run_pass(1), "verify": lambda: run_pass(single.draft_len + 1)}
   if single.drafter is not None:
-    pieces["draft"] = lambda: proposal(program, params, state)
+    pieces["draft"] = lambda: draft_loop(program, params, state, count)
   return pieces
 
 
-def costs(singles: Mapping[str, Single], ids: Sequence[int], repeats: int) -> dict[str, dict]:
+def costs(
+    singles: Mapping[str, Single], ids: Sequence[int], repeats: int, count: int = 4,
+) -> dict[str, dict]:
   """What a proposal and a verification pass cost, in plain steps, per drafter.
 
   Args:
     singles: by name of the drafter; all with the same target and draft length.
     ids: the prompt whose state is timed.
     repeats: measurements of each piece.
+    count: passes of one measurement.
 
   Returns:
     name -> {"draft_cost", "verify_cost", "plain_step_s"}: ratios of medians, and seconds.
   """
   pieces: dict[str, Callable[[], Any]] = {}
   for name, single in singles.items():
-    own = passes(single, ids)
+    own = passes(single, ids, count)
     pieces = {"plain": own["plain"], "verify": own["verify"]} | pieces | {name: own["draft"]}
   median = {n: float(np.median(t)) for n, t in interleaved(pieces, repeats).items()}
   return {name: {"draft_cost": median[name] / median["plain"],
                  "verify_cost": median["verify"] / median["plain"],
-                 "plain_step_s": median["plain"]} for name in singles}
+                 "plain_step_s": median["plain"] / count} for name in singles}
 
 
 @functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("cache",))

@@ -8,7 +8,6 @@ share of a round that is spent outside the passes of drafter and target. Every s
 prompts greedily, one at a time, a fixed number of tokens, prefill included.
 """
 
-import functools
 import json
 import os
 import subprocess
@@ -16,9 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
@@ -26,11 +23,9 @@ from absl import app, flags
 import spec_jax
 from spec_jax import decode, platform
 from spec_jax import records as metrics
-from spec_jax import sampling as sampling_lib
 from spec_jax.errors import UserError
 from spec_jax.generate import encode_prompt
 from spec_jax.target import Target
-from spec_jax.types import Context
 from spec_jax.weights.resolve import resolve
 from train_drafter import speed
 from train_drafter.generate import read_jsonl
@@ -138,47 +133,10 @@ def measure(sides: dict[str, Callable], prompts: Sequence[Sequence[int]]) -> dic
 # The share of a round outside the passes.
 
 
-@functools.partial(
-    jax.jit, static_argnames=("program", "count"), donate_argnames=("cache",))
-def pass_loop(program: decode.Program, params: Any, cache: Any, block: jax.Array,
-              length: jax.Array, count: int):
-  """`count` verification passes, each a function of the one before: a token and the cache."""
-  target, _ = decode.merge(program, params)
-  positions = (length - 1)[:, None] + jnp.arange(block.shape[1])
-
-  def body(_, carry):
-    block, cache = carry
-    out = target.hidden(block, positions, cache)
-    # The maximum is the cheapest use of all logits; it is never above a million.
-    used = jnp.max(target.logits(out.hidden), (1, 2)) > 1e6
-    return jnp.where(used[:, None], 0, block), out.cache
-
-  return jax.lax.fori_loop(0, count, body, (block, cache))
-
-
-@functools.partial(jax.jit, static_argnames=("program", "count"))
-def draft_loop(program: decode.Program, params: Any, state: decode.State, count: int):
-  """`count` proposals, each a function of the one before."""
-  target, drafter = decode.merge(program, params)
-  module, K = drafter, program.draft_len
-
-  def body(_, carry):
-    tokens, draft = carry
-    keys = sampling_lib.round_keys(state.keys, state.length)
-    context = Context(tokens, state.length, keys, state.temperature)
-    proposal, draft = module.propose(draft, context, K, program.sampling, target)
-    last = jnp.where(proposal.tokens[:, 0] < 0, 0, tokens[:, 0])
-    return tokens.at[:, 0].set(last), draft
-
-  return jax.lax.fori_loop(0, count, body, (state.tokens, state.draft))[0]
-
-
 def round_parts(single: speed.Single, ids: Sequence[int], repeats: int) -> dict[str, float]:
   """Milliseconds of a round and its passes, and the share of it that is neither."""
   program, params, first = single.prefilled(ids)
-  cache = [jax.tree.map(jnp.copy, first.cache)]
-  state = [jax.tree.map(jnp.copy, first)]
-  block = jnp.broadcast_to(first.tokens[:, :1], (1, single.draft_len + 1))
+  state = [first]
   rounds, never = jnp.asarray(ROUNDS, jnp.int32), jnp.asarray(2, jnp.int32)
   reject = jnp.asarray(True)  # one token a round: every measurement has the same rounds
 
@@ -190,13 +148,9 @@ def round_parts(single: speed.Single, ids: Sequence[int], repeats: int) -> dict[
       raise UserError(f"a measurement had {done} rounds instead of {ROUNDS}")
     return ()
 
-  def pass_piece():
-    out, cache[0] = pass_loop(program, params, cache[0], block, first.length, ROUNDS)
-    return out
-
+  pieces = speed.passes(single, ids, ROUNDS)
   times = speed.interleaved(
-      {"round": rounds_piece, "pass": pass_piece,
-       "draft": lambda: draft_loop(program, params, first, ROUNDS)}, repeats)
+      {"round": rounds_piece, "pass": pieces["verify"], "draft": pieces["draft"]}, repeats)
   median = {name: 1e3 * float(np.median(t)) / ROUNDS for name, t in times.items()}
   inside = [a + b for a, b in zip(times["pass"], times["draft"], strict=True)]
   ratio = metrics.paired_ratio(inside, times["round"])
