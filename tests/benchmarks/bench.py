@@ -54,7 +54,7 @@ class Reference:
     stock = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     self._process = subprocess.Popen(
         [str(python), str(script), str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, bufsize=1, env=stock | {"HF_HUB_OFFLINE": "1"})
+        text=True, bufsize=1, env=stock | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"})
     if self._process.stdout.readline().strip() != "ready":
       self._process.wait()
       raise UserError(f"{python} {script.name}: did not start")
