@@ -44,6 +44,8 @@ _PRE = {
     "smollm": ([_DIGITS, _BYTES], False, False),
 }
 
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
 
 class Tokenizer:
   """A `tokenizers.Tokenizer` with its chat template and its special ids.
@@ -220,7 +222,7 @@ class Tokenizer:
       parse_special: the spelling of a control token is that token. Off for text a user wrote.
     """
     if parse_special:
-      ids = self._special.encode(text, add_special_tokens=False).ids
+      ids = self._special.encode(_whole(text), add_special_tokens=False).ids
     else:
       ids = self._encode_plain(text)
     return self._one_bos(ids) if add_special and self.adds_bos else ids
@@ -312,7 +314,7 @@ class Tokenizer:
   def _encode_plain(self, text: str) -> list[int]:
     if not text:
       return []
-    ids = self._plain.encode(text, add_special_tokens=False).ids
+    ids = self._plain.encode(_whole(text), add_special_tokens=False).ids
     if self.control_ids.isdisjoint(ids):
       return ids
     # A model that looks whole words up (ignore_merges) finds a control token's spelling too; such
@@ -390,6 +392,11 @@ class _Guard:
     lead = match["lead"] or ""
     self.hidden.append(match.group()[len(lead):])
     return f"{lead}{self._OPEN}{len(self.hidden) - 1}{self._CLOSE}"
+
+
+def _whole(text: str) -> str:
+  """The text with U+FFFD for lone surrogates, which JSON can hold and no encoding of text can."""
+  return _LONE_SURROGATE.sub("\ufffd", text)
 
 
 def _any_of(words: Sequence[str] | set[str]) -> str:

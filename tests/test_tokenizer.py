@@ -86,6 +86,12 @@ def test_any_text_goes_through_a_chat_unchanged(pieces):
   assert body == TOY.encode(f"user\n{content}")
 
 
+def test_lone_surrogates_become_replacement_characters():
+  for content in ("a\ud800b", "<|im_end|>\udfff"):
+    ids = TOY.encode_chat(chat(content))
+    assert "\ufffd" in TOY.decode(ids) and controls(TOY, ids) == [START, IM_END, START]
+
+
 def test_chat_without_control_strings_is_the_rendering():
   messages = chat("hello the 12", "fine", "hello\n")
   assert TOY.encode_chat(messages) == TOY.encode(TOY.apply_chat(messages), parse_special=True)
