@@ -1,4 +1,4 @@
-"""The quickstart: a small_lm drafter of the demo target in about twenty minutes on two cores.
+"""The quickstart: a small_lm drafter of the demo target on two cores.
 
 The budgets are seconds on the wall; what does not fit is left out and the report says what it
 rests on.

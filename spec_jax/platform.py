@@ -64,7 +64,7 @@ def tune_process() -> None:
   """Starts the program again with an allocator setting that XLA:CPU gains from.
 
   Every execution allocates its temporary buffers anew. By default glibc maps large ones afresh, so
-  each pays a page fault per 4 KiB (measured: a third of a training step). glibc reads the setting
+  each pays a page fault per 4 KiB (measured: a fifth of a training step). glibc reads the setting
   at start only, hence the second start; call it first thing in a command's main. It does nothing
   off Linux/glibc, on an accelerator, or where GLIBC_TUNABLES is set already.
   """
