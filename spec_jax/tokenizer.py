@@ -6,8 +6,6 @@ keeps one promise that neither gives: text written by a user never becomes a con
 """
 
 import copy
-import datetime
-import functools
 import hashlib
 import json
 import re
@@ -16,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
+from spec_jax.chat_template import Guard, any_of, compile_template
 from spec_jax.errors import UserError
 
 # GGUF `tokenizer.ggml.token_type`.
@@ -88,7 +85,7 @@ class Tokenizer:
         raise UserError(f"tokenizer: {name} id {i} is outside its {self.vocab_size} tokens")
     self.adds_bos = bos_id >= 0 and bos_id in backend.encode("", add_special_tokens=True).ids[:1]
     self._controls = [strings[i] for i in sorted(self.control_ids)]
-    self._control_pattern = re.compile(_any_of(self._controls))
+    self._control_pattern = re.compile(any_of(self._controls))
 
   @classmethod
   def from_folder(cls, folder: str | Path) -> "Tokenizer":
@@ -259,7 +256,7 @@ class Tokenizer:
     if not self.chat_template:
       raise UserError("the tokenizer has no chat template")
     try:
-      return _compile(self.chat_template).render(
+      return compile_template(self.chat_template).render(
           messages=[dict(message) for message in messages],
           add_generation_prompt=add_generation_prompt,
           **self._special_strings() | {"tools": None, "documents": None} | template_args,
@@ -282,7 +279,7 @@ class Tokenizer:
     Otherwise those spellings travel through the template as placeholders, the rendering is cut at
     the template's own control tokens, and what lies between is encoded as ordinary text.
     """
-    guard = _Guard(self._controls)
+    guard = Guard(self._controls)
     args = {key: guard.hide(value) if key in ("tools", "documents") else value
             for key, value in template_args.items()}
     text = self.apply_chat([guard.hide(message) for message in messages],
@@ -354,85 +351,9 @@ def check_same_vocabulary(drafter: Tokenizer, target: Tokenizer) -> None:
                       f"drafter and {theirs!r} in the target")
 
 
-class _Guard:
-  """Replaces the spelling of control tokens in message text by placeholders, and back.
-
-  Also replaced: the beginning of such a spelling at the end of a text and its end at the start of
-  a text, which the template's own letters could complete, and the placeholders' own marks.
-  """
-
-  # Private-use characters: trimming and upper-casing spare them, no template tests for them.
-  _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
-
-  def __init__(self, controls: Sequence[str]):
-    self.hidden: list[str] = []
-    self._pattern = None
-    if controls:
-      starts = {c[:n] for c in controls for n in range(1, len(c))}
-      ends = {c[n:] for c in controls for n in range(1, len(c))}
-      self._pattern = re.compile(
-          rf"{_any_of(controls)}|[{self._OPEN}{self._CLOSE}]"
-          rf"|\A(?P<lead>\s*)(?:{_any_of(ends)})|(?:{_any_of(starts)})(?=\s*\Z)")
-
-  def hide(self, value: Any) -> Any:
-    """The value with every string in it made safe (dict keys are left alone)."""
-    if isinstance(value, str):
-      return self._pattern.sub(self._replace, value) if self._pattern else value
-    if isinstance(value, Mapping):
-      return {key: self.hide(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-      return [self.hide(item) for item in value]
-    return value
-
-  def reveal(self, text: str) -> str:
-    """The text with every placeholder replaced by what it stands for."""
-    return re.sub(f"{self._OPEN}([0-9]+){self._CLOSE}", lambda m: self.hidden[int(m[1])], text)
-
-  def _replace(self, match: re.Match) -> str:
-    lead = match["lead"] or ""
-    self.hidden.append(match.group()[len(lead):])
-    return f"{lead}{self._OPEN}{len(self.hidden) - 1}{self._CLOSE}"
-
-
 def _whole(text: str) -> str:
   """The text with U+FFFD for lone surrogates, which JSON can hold and no encoding of text can."""
   return _LONE_SURROGATE.sub("\ufffd", text)
-
-
-def _any_of(words: Sequence[str] | set[str]) -> str:
-  # Longest first: an alternation takes the first that fits.
-  return "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
-
-
-class _GenerationTag(jinja2.ext.Extension):
-  """`{% generation %}...{% endgeneration %}`, the mark some templates put around answers."""
-
-  tags = {"generation"}
-
-  def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-    """Renders the body as if the tag were not there."""
-    next(parser.stream)
-    return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@functools.lru_cache(maxsize=16)
-def _compile(source: str) -> jinja2.Template:
-  # The environment that templates on Hugging Face are written for, sandboxed: a template is data.
-  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-      trim_blocks=True, lstrip_blocks=True,
-      extensions=[jinja2.ext.loopcontrols, _GenerationTag])
-
-  def raise_exception(message: str):
-    raise jinja2.TemplateError(message)
-
-  def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                      sort_keys=sort_keys)
-
-  environment.filters["tojson"] = tojson
-  environment.globals["raise_exception"] = raise_exception
-  environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-  return environment.from_string(source)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
