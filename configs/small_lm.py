@@ -23,9 +23,11 @@ def get_config(arg: str = "") -> Config:
   cfg.prompts.mix = (
       "structured=2", "code=1.5", "math=1", "qa=1", "summarization=1", "translation=1", "rag=1",
       "multi_turn=1", "creative=1")
-  cfg.generate.budget_s = 2700.0
-  cfg.train.budget_s = 2700.0
+  cfg.generate.budget_s = 2100.0
+  cfg.train.budget_s = 1800.0
   cfg.train.validation = 96
+  cfg.evaluate.identity_per_category = 2
+  cfg.evaluate.untrained_per_category = 3
   if arg == "smoke":
     cfg.prompts.count = 120
     cfg.prompts.eval_per_category = 2

@@ -84,7 +84,10 @@ def execute(values: flags.FlagValues, stdin: TextIOBase, out: TextIOBase) -> Non
   if text is None:
     if stdin.isatty():
       raise UserError("--prompt is needed, or a text on standard input")
-    text = stdin.read()
+    try:
+      text = stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+      raise UserError(f"standard input is not text: {error}") from None
   if not text.strip():
     raise UserError("the prompt is empty")
   target = load_target(values.target, values.dtype)
@@ -96,6 +99,7 @@ def execute(values: flags.FlagValues, stdin: TextIOBase, out: TextIOBase) -> Non
   stream.finish(row)
   if values.compare and drafter is not None:
     out.write(comparison(start, drafter, row, values))
+  out.flush()
 
 
 def _prompt(values: flags.FlagValues, text: str, target: Target) -> Prompt:
@@ -179,9 +183,15 @@ def comparison(
     values: the flags.
   """
   warm = start(None)
-  warm.budgets = [min(2, n) for n in warm.budgets]  # the same shapes, so that this compiles them
-  next(warm.all())
+  if not warm.stop:
+    warm.budgets = [min(2, n) for n in warm.budgets]  # the same shapes, so that this compiles them
+  ended = next(warm.all())
   plain_run, fast_run = start(None), start(drafter)
+  # A stop string is looked for every few rounds, and the rounds behind it would count as time. The
+  # timed runs end by their budget, at the token where the stop ended the row.
+  for run, row in ((plain_run, ended), (fast_run, shown)):
+    if run.stop:
+      run.stop, run.budgets = (), [len(row.tokens)]
   plain, fast = next(plain_run.all()), next(fast_run.all())
   speed = [_speed(run, row) for run, row in ((fast_run, fast), (plain_run, plain))]
   rounds = fast.records
@@ -221,7 +231,8 @@ def _verdict(plain: Finished, shown: Finished, values: flags.FlagValues) -> str:
   pairs = zip(plain.tokens, shown.tokens, strict=False)
   same = next((n for n, (a, b) in enumerate(pairs) if a != b), min(
       len(plain.tokens), len(shown.tokens)))
-  return f"text differs from token {same + 1} on (another pass width rounds differently)"
+  return (f"text differs from token {same + 1} on (passes of another width round "
+          "differently; the identity part of an evaluation checks that it is no more than that)")
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ number. Within a bucket rows that finish are refilled from the queue between chu
 """
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -210,6 +209,11 @@ class Run:
     self.target, self.stop = target, (stop,) if isinstance(stop, str) else tuple(stop)
     if "" in self.stop:
       raise UserError("stop holds an empty string")
+    for i in target.tokenizer.control_ids if self.stop else ():
+      name = target.tokenizer.id_to_token(i)
+      if any(name in text for text in self.stop):
+        raise UserError(f"stop holds the control token {name!r}, which is no text; its id {i} can "
+                        "be one of eos_ids")
     self.ids = [encode_prompt(target, p, i, template_args) for i, p in enumerate(prompts)]
     limit = target.config.max_position if max_length is None else max_length
     if not 1 <= limit <= target.config.max_position:
@@ -230,7 +234,7 @@ class Run:
     self.temperatures = _per_prompt("temperature", temperature, count)
     coldest, warmest = min(self.temperatures, default=0.0), max(self.temperatures, default=0.0)
     for heat in self.temperatures:
-      if not math.isfinite(heat):
+      if not heat <= float(np.finfo(np.float32).max):
         raise UserError(f"temperature={heat} must be a finite number")
     chosen = verify.choose(rule, coldest, warmest)
     settings = Sampling(chosen.name == "greedy", float(top_p), int(top_k))
@@ -246,21 +250,30 @@ class Run:
     self.force_reject = jnp.asarray(force_reject)
     self.batch_size, self.on_round = batch_size, on_round
     self.max_new = max(self.budgets, default=1)
-    self.sequence = list(range(count) if sequence_ids is None else sequence_ids)
+    self.sequence = _per_prompt(
+        "sequence_ids", range(count) if sequence_ids is None else sequence_ids, count)
+    for i in self.sequence:
+      if not 0 <= i < 2**31:
+        raise UserError(f"sequence_ids holds {i}, outside 0..2**31 - 1")
     self.seconds = {"prefill": 0.0, "decode": 0.0}
+    self._filling = True
+
+  def stop_filling(self) -> None:
+    """The bucket that runs begins no further prompt; its rows in flight go on to their end."""
+    self._filling = False
 
   def buckets(self) -> dict[int, list[int]]:
     """Prompt indices by bucket, the small buckets first.
 
-    A bucket that would not fill a batch joins the next larger one: padding a few prompts costs
-    less than a compilation and a half-empty batch.
+    A bucket of less than a few batches joins the next larger one unless that is more than twice as
+    large: padding a few prompts costs less than a compilation and a half-empty batch.
     """
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(self.ids):
       groups.setdefault(bucket(len(row)), []).append(i)
     sizes = sorted(groups)
     for small, large in zip(sizes, sizes[1:], strict=False):
-      if len(groups[small]) < _FILL * self.batch_size:
+      if len(groups[small]) < _FILL * self.batch_size and large <= 2 * small:
         groups[large] = sorted(groups.pop(small) + groups[large])
     return dict(sorted(groups.items()))
 
@@ -273,21 +286,27 @@ class Run:
     """The prompts `members` of one bucket through one batch, refilled as rows end."""
     B = min(self.batch_size, len(members))
     R = min(8, max(1, B // 8))  # as many as end before a refill
-    # With a queue a second, narrower prefill pays for its compilation: most prompts are short.
+    # With a queue a second, narrower prefill pays for its compilation: most prompts are short. A
+    # prompt's width depends on the prompt alone, or else its rounding would depend on its company.
     widths = (_narrow(size), size) if len(members) > B else (size,)
+    width = lambda i: min(w for w in widths if w >= len(self.ids[i]))
     capacity = size + self.max_new + self.program.draft_len + 1
     state = decode.init_state(self.program, self.params, B, capacity, self.max_new)
     queue, held = list(reversed(members)), [-1] * B
     refill = jnp.asarray(max(1, B // 8), jnp.int32)
     rounds = 1 if self.on_round else _STOP_ROUNDS if self.stop else _CHUNK_ROUNDS
     rounds = jnp.asarray(rounds, jnp.int32)
+    self._filling = True
     while queue or any(i >= 0 for i in held):
+      if not self._filling:
+        queue.clear()
       free = [b for b in range(B) if held[b] < 0]
       while queue and free:
-        longest = max(len(self.ids[i]) for i in queue[-len(free[:R]):])
-        width = min(w for w in widths if w >= longest)
-        state = self._fill(state, width, free[:R], queue, held, R)
-        free = free[R:]
+        wide, group = width(queue[-1]), []
+        while queue and len(group) < min(R, len(free)) and width(queue[-1]) == wide:
+          group.append(queue.pop())
+        state = self._fill(state, wide, dict(zip(free, group, strict=False)), held, R)
+        free = free[len(group):]
       self._report(state, held)
       ending = refill if queue else jnp.asarray(B + 1, jnp.int32)
       clock = time.perf_counter()
@@ -297,15 +316,13 @@ class Run:
       self.seconds["decode"] += time.perf_counter() - clock
       yield from rows
 
-  def _fill(self, state, size, places, queue, held, R):
+  def _fill(self, state, size, filled, held, R):
+    """Puts the prompts of `filled`, place -> index, into the batch; at most R."""
     clock = time.perf_counter()
     tokens = np.full((R, size), self.program.pad_id, np.int32)
     lengths, allowed, sequence = (np.ones(R, np.int32) for _ in range(3))
     at, heat = np.full(R, len(held), np.int32), np.zeros(R, np.float32)
-    for r, place in enumerate(places):
-      if not queue:
-        break
-      i = queue.pop()
+    for r, (place, i) in enumerate(filled.items()):
       held[place] = i
       tokens[r, :len(self.ids[i])] = self.ids[i]
       lengths[r], allowed[r], at[r] = len(self.ids[i]), self.budgets[i], place

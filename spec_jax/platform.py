@@ -44,7 +44,11 @@ def cache_folder(name: str) -> Path:
 
 
 def configure() -> None:
-  """Sets the CPU flag of XLA and the persistent compilation cache; what the user set stays.
+  """Sets the CPU flag of XLA, the precision of float32 products on accelerators, and the persistent
+  compilation cache; what the user set stays.
+
+  By default JAX multiplies float32 matrices in TF32 on GPU and in bfloat16 on TPU: a target loaded
+  as float32 would be float32 in name only.
 
   Call it before the backend starts: XLA reads its flags once. Asking JAX for the platform would
   start the backend, so the platform is told from JAX_PLATFORMS and the installed plugins.
@@ -53,6 +57,8 @@ def configure() -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if _CPU_FLAG not in flags:
       os.environ["XLA_FLAGS"] = f"{flags} {_CPU_FLAG}={_CPU_FLAG_VALUE}".strip()
+  if not _platform_is_cpu() and jax.config.jax_default_matmul_precision is None:
+    jax.config.update("jax_default_matmul_precision", "highest")
   if not jax.config.jax_compilation_cache_dir:
     try:
       jax.config.update("jax_compilation_cache_dir", str(cache_folder("xla")))

@@ -61,7 +61,9 @@ def probabilities(
   if sampling.top_p < 1:
     ordered = jnp.sort(probs, axis=-1, descending=True)
     before = jnp.cumsum(ordered, axis=-1) - ordered
-    least = jnp.min(jnp.where(before < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+    # The first always stays: a top_p below the smallest float32 is 0 here.
+    within = (before < sampling.top_p) | (jnp.arange(ordered.shape[-1]) == 0)
+    least = jnp.min(jnp.where(within, ordered, jnp.inf), axis=-1, keepdims=True)
     kept = jnp.where(probs >= least, probs, 0.0)
     probs = kept / jnp.sum(kept, axis=-1, keepdims=True)
   best = argmax(logits)[..., None]

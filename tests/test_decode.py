@@ -23,8 +23,7 @@ def start(drafter, prompts, draft_len, max_new, **options):
   capacity = 32 + max_new + draft_len + 1
   state = decode.init_state(run.program, run.params, len(prompts), capacity, max_new)
   state = run._fill(
-      state, 32, list(range(len(prompts))), list(reversed(range(len(prompts)))),
-      [-1] * len(prompts), len(prompts))
+      state, 32, {i: i for i in range(len(prompts))}, [-1] * len(prompts), len(prompts))
   return run, state
 
 
@@ -156,7 +155,7 @@ def test_a_refilled_row_forgets_its_predecessor():
   run, state = Run(
       tiny.target(), tiny.weak_drafter(), [short], draft_len=4, max_new_tokens=24,
       batch_size=1), state
-  state = run._fill(state, 32, [0], [0], [-1], 1)
+  state = run._fill(state, 32, {0: 0}, [-1], 1)
   assert int(state.rounds[0]) == 0 and not np.asarray(state.accepted).any()
   state = rounds(run, state, 100)
   fresh, again = start(tiny.weak_drafter(), [short], 4, 24)
@@ -192,7 +191,7 @@ def test_buffers_are_donated(step):
   if step == "chunk":
     state = rounds(run, state)
   else:
-    state = run._fill(state, 32, [0, 1, 2], [2, 1, 0], [-1] * 3, 3)
+    state = run._fill(state, 32, {0: 0, 1: 1, 2: 2}, [-1] * 3, 3)
   assert old.tokens.is_deleted() and old.cache.k[0].is_deleted() and old.draft.k[0].is_deleted()
   # The large buffers are the same memory: nothing of the size of a cache is copied.
   assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.cache)} <= pointers

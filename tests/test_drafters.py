@@ -265,6 +265,18 @@ def test_unknown_names(name, message):
   refused(name, message)
 
 
+def test_dtypes(monkeypatch, saved):
+  with pytest.raises(UserError, match="dtype='float16' must be one of float32, bfloat16"):
+    drafters.load_drafter("self", tiny.target(), "float16")
+  with pytest.raises(UserError, match="'self' has the target's dtype float32, not bfloat16"):
+    drafters.load_drafter("self", tiny.target(), "bfloat16")
+
+
+def test_a_home_folder_may_be_written_short(monkeypatch, saved):
+  monkeypatch.setenv("HOME", str(saved.parent))
+  assert drafters.load_drafter(f"~/{saved.name}", tiny.target()).name
+
+
 def test_another_tokenizer(saved, tmp_path):
   letters = tiny.tokenizer().token_strings()
   letters[10], letters[11] = letters[11], letters[10]

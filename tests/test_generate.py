@@ -45,6 +45,17 @@ def check_records(out, budget=16):
     assert np.isfinite(logprobs).all() and max(logprobs) <= 0
 
 
+def test_rows_in_flight_end_when_nothing_is_filled_any_more(prompts, plain):
+  work = Run(tiny.target(), None, prompts, draft_len=0, max_new_tokens=16, batch_size=4)
+  done = []
+  for row in work.all():
+    work.stop_filling()
+    done.append(row)
+  # Four are in flight; several may have ended in the chunk that the first came from.
+  assert 4 <= len(done) <= 7
+  assert [r.tokens for r in done] == [plain.tokens[r.index] for r in done]
+
+
 @pytest.mark.parametrize("kind", ["self", "weak", "ngram", "reject"])
 def test_greedy_equals_plain(prompts, plain, kind):
   drafter = {"self": tiny.self_drafter(), "weak": tiny.weak_drafter(),
@@ -463,8 +474,14 @@ def test_every_prompt_is_in_one_bucket_that_holds_it():
   for size, members in buckets.items():
     assert all(len(prompts[i]) <= size for i in members)
   assert len(buckets) > 1
-  small = Run(tiny.target(), None, prompts[:10], draft_len=0, batch_size=4).buckets()
-  assert len(small) == 1  # too few to be worth more than one compilation
+
+
+def test_few_prompts_share_a_bucket_unless_the_next_is_far():
+  buckets = lambda *lengths: {
+      size: len(members) for size, members in Run(
+          tiny.target(), None, [[5] * n for n in lengths], draft_len=0).buckets().items()}
+  assert buckets(20, 33, 60, 100) == {128: 4}  # too few to be worth more than one compilation
+  assert buckets(20, 30, 500) == {32: 2, 512: 1}  # the long one would make all of them wait
 
 
 def test_prompts_may_be_strings_chats_or_ids():
@@ -493,6 +510,8 @@ def test_no_prompts_give_no_rows():
     ({"temperature": float("inf")}, "temperature=inf"), ({"rule": "none"}, "rule='none'"),
     ({"temperature": 1.0, "rule": "greedy"}, "rule='greedy'"), ({"top_p": 0}, "top_p=0"),
     ({"top_k": -2}, "top_k=-2"), ({"stop": [""]}, "stop holds an empty string"),
+    ({"stop": ["x<|im_end|>"]}, "control token '<|im_end|>'"), ({"temperature": 1e39}, "1e.39"),
+    ({"sequence_ids": [1, 2]}, "sequence_ids has 2 entries"), ({"sequence_ids": [-1]}, "holds -1"),
     ({"max_length": 0}, "max_length=0")])
 def test_bad_arguments_are_named(options, message):
   with pytest.raises(UserError, match=message):

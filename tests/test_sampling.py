@@ -40,7 +40,8 @@ def test_top_k_keeps_the_k_most_probable():
   np.testing.assert_allclose(law(logits, top_k=9), softmax(logits), atol=1e-6)
 
 
-@pytest.mark.parametrize("top_p,kept", [(0.3, 1), (0.5, 1), (0.51, 2), (0.8, 2), (0.81, 3), (1, 4)])
+@pytest.mark.parametrize(
+    "top_p,kept", [(1e-50, 1), (0.3, 1), (0.5, 1), (0.51, 2), (0.8, 2), (0.81, 3), (1, 4)])
 def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
   p = np.array([0.125, 0.5, 0.07, 0.305])
   expected = np.where(np.isin(np.arange(4), np.argsort(-p)[:kept]), p, 0)

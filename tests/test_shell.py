@@ -66,7 +66,7 @@ def test_the_two_lines(shown):
 
 def test_standard_input_and_no_comparison(folder, shown):
   # The same prompt by the other way in; no colours in a pipe.
-  out = run(f"--target={folder}", "--drafter=self", "--nochat", "--nocompare", stdin="hello")
+  out = run(f"--target={folder}", "--drafter=self", "--nochat", "--nocompare", stdin="hello\n")
   assert shown.startswith(out) and "\x1b" not in out
 
 

@@ -71,9 +71,9 @@ class TrainConfig:
 
   loss: str = "fkl"
   steps: int = 0  # 0: as many as fit into budget_s, measured at the start
-  budget_s: float = 480.0  # also the hard limit of the stage; 0 for no limit
-  batch_rows: int = 8
-  seq_len: int = 256
+  budget_s: float = 480.0  # the stage also stops at 1.15 times this; 0 for no limit
+  batch_rows: int = 4
+  seq_len: int = 512
   lr: float = 4e-3
   warmup: float = 0.03  # share of the steps
   final_lr: float = 0.05  # of lr, at the end of the cosine
@@ -82,7 +82,7 @@ class TrainConfig:
   clip: float = 1.0  # global norm; 0 for none
   max_bad_steps: int = 20  # non-finite steps in a row (each skipped and counted) before it stops
   dtype: str = "bfloat16"  # of the matmuls; master weights are float32
-  teacher_temperature: float = 1.0
+  teacher_temperature: float = 1.0  # divides the logits of both sides of the loss
   chunk: int = 256  # supervised positions scored at once
   validation: int = 32  # answers held out of training
   eval_every: int = 0  # steps; 0 for a tenth of the run
@@ -95,6 +95,7 @@ class TrainConfig:
 class EvaluateConfig:
   """How it is measured: real speculative decoding of the evaluation prompts."""
 
+  path: str = ""  # JSONL of other prompts than the prompts stage kept for evaluation
   draft_len: int = 5
   temperatures: tuple[float, ...] = (0.0, 1.0)
   rule: str = "ratio"  # at temperatures above zero; at zero it is greedy
@@ -189,6 +190,10 @@ def validate(cfg: Config) -> None:
   for name in ("prompts.seed", "generate.seed", "train.seed", "evaluate.seed"):
     if not 0 <= _get(cfg, name) < 2**31:
       raise UserError(f"{name}={_get(cfg, name)} must be in [0, 2**31)")
+  if cfg.generate.max_prompt_tokens >= cfg.train.seq_len:
+    raise UserError(
+        f"generate.max_prompt_tokens={cfg.generate.max_prompt_tokens} must be below "
+        f"train.seq_len={cfg.train.seq_len}: answers to longer prompts would be cut away")
   if cfg.train.beta2 == 1:
     raise UserError("train.beta2=1.0 must be below 1: Adam divides by 1 - beta2**step")
   if not cfg.train.teacher_temperature > 0:

@@ -34,9 +34,13 @@ from spec_jax.target import Target
 from train_drafter import config as config_lib
 from train_drafter import manifest, report, speed
 from train_drafter.config import Config
+from train_drafter.conversations import prompt_files
+from train_drafter.documents import draft_vocabulary
 from train_drafter.generate import read_jsonl, target_id
+from train_drafter.overlap import remove_overlaps
 from train_drafter.progress import Bar
-from train_drafter.train import draft_vocabulary, initial_drafter
+from train_drafter.prompts import evaluation_set, with_system
+from train_drafter.train import initial_drafter
 
 STAGE = "evaluate"
 TRAINED, NGRAM, UNTRAINED = "small_lm", "ngram", "untrained"
@@ -66,10 +70,9 @@ class Bench:
   prompts: list[dict]
   ids: list[list[int]]
 
-  @property
-  def size(self) -> int:
-    """Width of the prefill: every prompt fits."""
-    return -(-max(len(row) for row in self.ids) // _WIDTH) * _WIDTH
+  def width(self, members: Sequence[int]) -> int:
+    """Width of a prefill that each of these prompts fits into."""
+    return -(-max(len(self.ids[i]) for i in members) // _WIDTH) * _WIDTH
 
   def drafter(self, name: str) -> Drafter:
     """The trained drafter or one of the controls."""
@@ -111,20 +114,22 @@ def run(cfg: Config, workdir: Path) -> Path:
   """
   workdir = Path(workdir)
   folder = workdir / STAGE
-  inputs = {name: manifest.require(workdir / name, name) for name in ("prompts", "train")}
+  inputs = {name: manifest.require(workdir / name, name, cfg) for name in ("prompts", "train")}
   options = cfg.evaluate
   # Every dtype is loaded once and does all its work.
   kinds = [k for k in config_lib.DTYPES if k in (
       options.dtype, *[options.identity_dtype] * options.same_shape, *options.speed_dtypes)]
+  prompts = evaluation_prompts(cfg, workdir)
+  part = config_lib.part(cfg, "evaluate")
+  if options.path:
+    part["data"] = manifest.files_hash(prompt_files(options.path))
   target = spec_jax.load_target(cfg.target.source, dtype=kinds[0])
   opened = manifest.begin(
-      folder, stage=STAGE, config=config_lib.part(cfg, "evaluate"), inputs=inputs,
-      target=target_id(target))
+      folder, stage=STAGE, config=part, inputs=inputs, target=target_id(target))
   if opened.complete:
     print(f"{STAGE}: reused")
     report.print_report(report.report_from_folder(folder))
     return folder
-  prompts = read_jsonl(workdir / "prompts" / "eval.jsonl")
   args = config_lib.template_args(cfg)
   ids = [encode_prompt(target, p["messages"], i, args) for i, p in enumerate(prompts)]
   spent: dict[str, float] = {}
@@ -148,6 +153,29 @@ def run(cfg: Config, workdir: Path) -> Path:
       "prompts": len(prompts), "seconds": {n: round(s, 1) for n, s in spent.items()}})
   report.print_report(made)
   return folder
+
+
+def evaluation_prompts(cfg: Config, workdir: Path) -> list[dict]:
+  """What is decoded: the evaluation prompts of the prompts stage, or those of `evaluate.path`.
+
+  Of the latter, whatever shares a run of words with a training prompt is left out.
+
+  Raises:
+    UserError: a broken file, or nothing is left.
+  """
+  if not cfg.evaluate.path:
+    return read_jsonl(workdir / "prompts" / "eval.jsonl")
+  options = dataclasses.replace(cfg.prompts, eval_path=cfg.evaluate.path, eval_per_category=0)
+  found, duplicates, file = evaluation_set(options)
+  if file.dropped:
+    print(file.report())
+  trained = read_jsonl(workdir / "prompts" / "prompts.jsonl")
+  kept, shared = remove_overlaps(with_system(found, options.system), trained, options.overlap_words)
+  print(f"{STAGE}: {len(kept)} prompts of {cfg.evaluate.path}; dropped {duplicates} duplicates, "
+        f"{len(shared)} that share {options.overlap_words} words with a training prompt")
+  if not kept:
+    raise UserError(f"evaluate.path={cfg.evaluate.path}: no prompt is left")
+  return kept
 
 
 def settings(cfg: Config) -> list[tuple[float, str]]:
@@ -181,7 +209,7 @@ def acceptance(bench: Bench, name: str, temperature: float, rule: str) -> list[d
 def decode_all(
     bench: Bench, drafter: Drafter | None, members: Sequence[int], temperature: float, *,
     title: str, force_reject: bool = False) -> dict[int, Finished]:
-  """Decodes the prompts `members` in one batch shape, the rows refilled; by index."""
+  """Decodes the prompts `members`, bucket by bucket, the rows refilled; by index."""
   options = bench.cfg.evaluate
   # The longest prompts first: neighbours in the queue then need about the same prefill.
   members = sorted(members, key=lambda i: -len(bench.ids[i]))
@@ -192,9 +220,11 @@ def decode_all(
       force_reject=force_reject, sequence_ids=members)
   done: dict[int, Finished] = {}
   with Bar(title, total=len(members)) as bar:
-    for row in work.bucket(bench.size, range(len(members))):
-      done[members[row.index]] = row
-      bar.advance(1, amount=len(row.tokens))
+    for group in work.buckets().values():
+      # Narrower than the bucket where its prompts are: attention reads the whole capacity.
+      for row in work.bucket(bench.width([members[k] for k in group]), group):
+        done[members[row.index]] = row
+        bar.advance(1, amount=len(row.tokens))
   return done
 
 
@@ -227,11 +257,12 @@ def speed_and_identity(bench: Bench) -> dict[str, list[dict]]:
 
 def _measure_speed(bench: Bench) -> dict[str, list[dict]]:
   options = bench.cfg.evaluate
+  members = bench.timed()
+  size = bench.width(members)
   make = lambda drafter: speed.Single(
-      bench.target, drafter, options.draft_len, bench.size, options.max_new_tokens)
+      bench.target, drafter, options.draft_len, size, options.max_new_tokens)
   plain = make(None)
   sides = {name: make(bench.drafter(name)) for name in (NGRAM, TRAINED)}
-  members = bench.timed()
   # The batched comparison has the same-shape baseline of its own dtype already.
   baseline = not (options.same_shape and bench.target.dtype == options.identity_dtype)
   text: dict[str, list[list[int]]] = {n: [] for n in ("plain", "same shape", *sides)}
@@ -255,19 +286,20 @@ def _measure_speed(bench: Bench) -> dict[str, list[dict]]:
   price = speed.costs(sides, bench.ids[members[0]], _COST_REPEATS)
   enough = [k for k, tokens in enumerate(text["plain"]) if len(tokens) > _LEAST_TIMED]
   if not enough:
-    raise UserError(f"evaluate: every one of {len(members)} timed answers has at most "
-                    f"{_LEAST_TIMED} tokens, too few to time")
-  tolerance = rounding_tolerance(bench, text["plain"][enough[0]], bench.ids[members[enough[0]]])
+    print(f"{STAGE}: every one of {len(members)} timed answers has at most {_LEAST_TIMED} tokens, "
+          "too few to time: no speed in the report")
+  tolerance = rounding_tolerance(bench, members)
   speeds, identities = [], []
   for name in sides:
     ours, theirs = ([clock[n][k][0] / clock[n][k][1] for k in enough] for n in (name, "plain"))
-    pair = metrics.paired_ratio(ours, theirs, seed=options.seed)
-    speeds.append({
-        "dtype": bench.target.dtype, "drafter": name, "temperature": 0.0,
-        "plain_tokens_per_s": pair["b_median"], "speculative_tokens_per_s": pair["a_median"],
-        "speedup": pair["ratio"], "speedup_ci": pair["ratio_ci"], "pairs": pair["pairs"],
-        "speedup_pooled": _pooled(clock[name]) / _pooled(clock["plain"]),
-        "batch_size": 1, **price[name]})
+    if enough:
+      pair = metrics.paired_ratio(ours, theirs, seed=options.seed)
+      speeds.append({
+          "dtype": bench.target.dtype, "drafter": name, "temperature": 0.0,
+          "plain_tokens_per_s": pair["b_median"], "speculative_tokens_per_s": pair["a_median"],
+          "speedup": pair["ratio"], "speedup_ci": pair["ratio_ci"], "pairs": pair["pairs"],
+          "speedup_pooled": _pooled(clock[name]) / _pooled(clock["plain"]),
+          "batch_size": 1, **price[name]})
     identities.append({
         "dtype": bench.target.dtype, "drafter": name, "prompts": len(members),
         "identical_same_shape": metrics.identical_share(text[name], text["same shape"])
@@ -288,8 +320,8 @@ def divergences(
     tolerance: float) -> list[dict]:
   """Where texts part: prompt, length of the equal part, and the target's margin there.
 
-  The margin is that between the two logits that compete, in a pass over the whole prefix; above the
-  tolerance the difference is no rounding but an error.
+  The margin lies between the best logit and the worse of the two tokens that were emitted, in a
+  pass over the whole prefix; above the tolerance the difference is no rounding but an error.
   """
   out = []
   for i, a, b in zip(members, ours, theirs, strict=True):
@@ -297,23 +329,30 @@ def divergences(
       continue
     same = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
                 min(len(a), len(b)))
-    logits = _prefix_logits(bench, bench.ids[i] + b[:same])
-    top = np.sort(logits)[-2:]
-    margin = float(top[1] - top[0])
+    logits = _prefix_logits(bench, bench.width(members), bench.ids[i] + b[:same])
+    emitted = [text[same] for text in (a, b) if same < len(text)]
+    margin = float(np.max(logits) - np.min(logits[emitted]))
     out.append({"id": bench.prompts[i]["id"], "equal_tokens": same, "margin": margin,
                 "within_tolerance": margin <= tolerance})
   return out
 
 
-def rounding_tolerance(bench: Bench, tokens: Sequence[int], prompt: Sequence[int]) -> float:
+def rounding_tolerance(bench: Bench, tested: Sequence[int]) -> float:
   """Twice the largest logit difference between passes of width 1 and of width K + 1 over the same
-  text, at most the cap of the dtype."""
+  text, at most the cap of the dtype.
+
+  The text is the second half of the longest prompt that is not among the tested ones (of them all,
+  where every prompt is tested).
+  """
   width = bench.cfg.evaluate.draft_len + 1
+  others = [i for i in range(len(bench.ids)) if i not in tested] or list(tested)
+  longest = max(others, key=lambda i: len(bench.ids[i]))
+  half = (len(bench.ids[longest]) + 1) // 2
+  prompt, tokens = bench.ids[longest][:half], bench.ids[longest][half:]
   count = len(tokens) // width * width
   if count == 0:
     return 0.0
-  single = speed.Single(
-      bench.target, None, 0, bench.size, bench.cfg.evaluate.max_new_tokens + width)
+  single = speed.Single(bench.target, None, 0, bench.width([longest]), width)
   worst = 0.0
   program, params, state = single.prefilled(prompt)
   one, wide = state.cache, jax.tree.map(jnp.copy, state.cache)
@@ -328,9 +367,9 @@ def rounding_tolerance(bench: Bench, tokens: Sequence[int], prompt: Sequence[int
   return min(2 * worst, _TOLERANCE_CAP[bench.target.dtype])
 
 
-def _prefix_logits(bench: Bench, ids: Sequence[int]) -> np.ndarray:
-  """Logits [V] behind `ids`, from one pass over all of them."""
-  padded = np.zeros((1, bench.size + bench.cfg.evaluate.max_new_tokens), np.int32)
+def _prefix_logits(bench: Bench, size: int, ids: Sequence[int]) -> np.ndarray:
+  """Logits [V] behind `ids`, a prompt of at most `size` tokens and its answer, from one pass."""
+  padded = np.zeros((1, size + bench.cfg.evaluate.max_new_tokens), np.int32)
   padded[0, :len(ids)] = ids
   return np.asarray(speed.last_logits(
       bench.target.graph, bench.target.params, padded, jnp.asarray(len(ids) - 1)))

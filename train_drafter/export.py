@@ -39,7 +39,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   """
   workdir = Path(workdir)
   folder = workdir / STAGE
-  inputs = {n: manifest.require(workdir / n, n) for n in ("prompts", "train", "evaluate")}
+  inputs = {n: manifest.require(workdir / n, n, cfg) for n in ("prompts", "train", "evaluate")}
   # The files hold float32: the weights as they were trained, the target's as they were stored.
   target = spec_jax.load_target(cfg.target.source, dtype="float32")
   opened = manifest.begin(

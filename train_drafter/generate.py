@@ -37,6 +37,7 @@ class Answer:
 
   Attributes:
     job: index of prompt and answer.
+    prompt: index of the prompt.
     tokens: [n] prompt and answer.
     prompt_len: tokens of the prompt.
     hidden: [n - prompt_len, D] bfloat16 state, after the final norm, behind each answered token.
@@ -44,6 +45,7 @@ class Answer:
   """
 
   job: int
+  prompt: int
   tokens: np.ndarray
   prompt_len: int
   hidden: np.ndarray
@@ -71,7 +73,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   """
   workdir = Path(workdir)
   folder = workdir / STAGE
-  source = manifest.require(workdir / "prompts", "prompts")
+  source = manifest.require(workdir / "prompts", "prompts", cfg)
   target = spec_jax.load_target(cfg.target.source, dtype=cfg.target.dtype)
   opened = manifest.begin(
       folder, stage=STAGE, config=config_lib.part(cfg, "target", "generate"),
@@ -79,6 +81,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   if opened.complete:
     print(f"{STAGE}: {opened.counts['answers']} answers, reused")
     return folder
+  check_later_stages(cfg, target, read_jsonl(workdir / "prompts" / "eval.jsonl"))
   prompts = read_jsonl(workdir / "prompts" / "prompts.jsonl")
   counts = _answer_all(cfg, target, prompts, folder)
   manifest.finish(folder, opened, counts)
@@ -86,6 +89,24 @@ def run(cfg: Config, workdir: Path) -> Path:
       f"{STAGE}: {counts['answers']} answers, {counts['answer_tokens']} tokens; "
       f"{counts['prompt_too_long']} prompts too long, {counts['unanswered']} not reached in time")
   return folder
+
+
+def check_later_stages(cfg: Config, target: Target, evaluation: Sequence[dict]) -> None:
+  """Refuses now, before the long work, what a later stage would refuse for this target.
+
+  Raises:
+    UserError: names the field, or the evaluation prompt that is longer than the context.
+  """
+  layers, held = cfg.drafter.init_layers, target.config.num_layers
+  if cfg.drafter.init == "target" and max(layers) >= held:
+    raise UserError(f"drafter.init_layers={layers} must name layers 0..{held - 1} of the target")
+  spec_jax.load_drafter(cfg.evaluate.ngram, target)
+  args = config_lib.template_args(cfg)
+  for prompt in evaluation:
+    length = len(encode_prompt(target, prompt["messages"], template_args=args))
+    if length > target.config.max_position:
+      raise UserError(f"evaluation prompt {prompt['id']} has {length} tokens and the target's "
+                      f"context holds {target.config.max_position}")
 
 
 def load_answers(folder: Path) -> list[Answer]:
@@ -118,9 +139,9 @@ def _answer_all(cfg: Config, target: Target, prompts: Sequence[dict], folder: Pa
   with Bar("generate", total=len(fits), start=len(done)) as bar:
     waiting: list[Answer] = []
     for row in _within_budget(work, options.budget_s):
-      k = todo[row.index]
+      k, asked = todo[row.index], work.ids[row.index]
       waiting.append(Answer(
-          k, np.asarray(work.ids[row.index] + row.tokens, np.int32), len(work.ids[row.index]),
+          k, jobs[k][0], np.asarray(asked + row.tokens, np.int32), len(asked),
           row.hidden.astype(ml_dtypes.bfloat16), heat(k)))
       bar.advance(1, amount=len(row.tokens))
       if len(waiting) == _PART_ROWS:
@@ -151,7 +172,7 @@ def _within_budget(work: Run, budget_s: float) -> Iterator[Finished]:
     for row in work.bucket(size, members):
       yield row
       if budget_s and time.monotonic() - began > budget_s * spent / sum(cost.values()):
-        break
+        work.stop_filling()  # the rows in flight end: without them long answers would be rarer
 
 
 def _write_part(path: Path, answers: Sequence[Answer]) -> None:
@@ -160,6 +181,7 @@ def _write_part(path: Path, answers: Sequence[Answer]) -> None:
   with open(part, "wb") as file:
     np.savez(
         file, job=np.asarray([a.job for a in answers], np.int32),
+        prompt=np.asarray([a.prompt for a in answers], np.int32),
         length=np.asarray([len(a.tokens) for a in answers], np.int32),
         prompt_len=np.asarray([a.prompt_len for a in answers], np.int32),
         temperature=np.asarray([a.temperature for a in answers], np.float32),
@@ -173,9 +195,10 @@ def _read_part(path: Path) -> Iterator[Answer]:
   with np.load(path) as part:
     tokens, hidden = part["tokens"], part["hidden_bfloat16"].view(ml_dtypes.bfloat16)
     at = state = 0
-    for job, n, p, t in zip(
-        part["job"], part["length"], part["prompt_len"], part["temperature"], strict=True):
-      yield Answer(int(job), tokens[at:at + n], int(p), hidden[state:state + n - p], float(t))
+    rows = (part[name] for name in ("job", "prompt", "length", "prompt_len", "temperature"))
+    for job, prompt, n, p, t in zip(*rows, strict=True):
+      yield Answer(int(job), int(prompt), tokens[at:at + n], int(p), hidden[state:state + n - p],
+                   float(t))
       at, state = at + n, state + n - p
 
 

@@ -11,9 +11,10 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import secrets
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,10 @@ class Manifest:
     config: the part of the config that determines the folder, nested as in the whole config.
     hash: `stage_hash` of the config, the inputs and the target.
     inputs: stage name -> hash of the manifest that was read.
+    run: random id of the run that made the folder. Two runs of one hash may differ in content (a
+      time budget, another version of the code), so what was made from one is not reused for the
+      other.
+    read: stage name -> `run` of the manifest that was read.
     target: the target that was run.
     counts: what is in the folder (kept, supervised, dropped by reason, ...).
     packages: versions of Python and of the packages that matter.
@@ -63,6 +68,8 @@ class Manifest:
   hash: str
   inputs: dict[str, str]
   target: TargetId
+  run: str = ""
+  read: dict[str, str] = dataclasses.field(default_factory=dict)
   counts: dict[str, Any] = dataclasses.field(default_factory=dict)
   packages: dict[str, str] = dataclasses.field(default_factory=dict)
   git_commit: str = ""
@@ -127,6 +134,11 @@ def stage_hash(config_part: Mapping[str, Any], inputs: Mapping[str, str]) -> str
   return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
+def files_hash(files: Iterable[Any]) -> str:
+  """SHA-256 of what stands in data files (anything with `read_bytes`), in order."""
+  return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+
+
 def is_complete(folder: Path, hash: str) -> bool:
   """Whether `folder` holds a finished stage of this hash."""
   if not (folder / FILE).exists():
@@ -172,15 +184,20 @@ def begin(
     hash=stage_hash(config, {**hashes, **target.hashes()}),
     inputs=hashes,
     target=target,
+    run=secrets.token_hex(16),
+    read={name: manifest.run for name, manifest in inputs.items()},
     packages=_package_versions(),
     git_commit=_git_commit(),
     created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
   )
   if (folder / FILE).exists():
     found = Manifest.load(folder)
-    if found.hash == wanted.hash:
-      return found
-    raise StaleStageError(folder, _first_difference(found, wanted))
+    if found.hash != wanted.hash:
+      raise StaleStageError(folder, _first_difference(found, wanted))
+    for name, run in wanted.read.items():
+      if found.read.get(name) != run:
+        raise StaleStageError(folder, f"was made from an earlier run of stage {name}")
+    return found
   try:
     folder.mkdir(parents=True, exist_ok=True)
     if any(not path.name.startswith(".") for path in folder.iterdir()):
@@ -198,12 +215,19 @@ def finish(folder: Path, manifest: Manifest, counts: Mapping[str, Any]) -> Manif
   return done
 
 
-def require(folder: Path, stage: str) -> Manifest:
+def require(folder: Path, stage: str, config: Any) -> Manifest:
   """The manifest of a finished stage that another one reads.
 
+  Args:
+    folder: the stage's folder; the folders it was made from are looked for beside it, and theirs
+      too, so that a run never mixes configs. One that is gone is not missed.
+    stage: its name.
+    config: the whole config of this run, a dataclass; a field of the stage's own part that this
+      config has too must have the same value.
+
   Raises:
-    UserError: the folder is missing, unfinished, of another stage, or was made from a folder beside
-      it that has changed since.
+    UserError: the folder is missing, unfinished, of another stage, was made with another config,
+      or from a folder beside it that has changed since.
   """
   if not (folder / FILE).exists():
     raise UserError(f"{folder}: stage {stage} has not run; run --stage={stage} first")
@@ -212,11 +236,19 @@ def require(folder: Path, stage: str) -> Manifest:
     raise UserError(f"{folder}: holds stage {manifest.stage}, not {stage}")
   if not manifest.complete:
     raise UserError(f"{folder}: stage {stage} is not finished; run --stage={stage} again")
-  for name, digest in manifest.inputs.items():
-    beside = folder.parent / name
-    if (beside / FILE).exists() and Manifest.load(beside).hash != digest:
+  asked = dict(_flatten(json.loads(json.dumps(dataclasses.asdict(config)))))
+  own = dict(_flatten(manifest.config))
+  for name, value in own.items():
+    if asked.get(name, value) != value:
       raise UserError(
-        f"{folder}: was made from another {name} than {beside} holds now; "
+        f"{folder}: was made with {name}={_text(own, name)}, this run has "
+        f"{name}={_text(asked, name)}; give the same value, or use another --workdir"
+      )
+  for name, run in manifest.read.items():
+    beside = folder.parent / name
+    if (beside / FILE).exists() and require(beside, name, config).run != run:
+      raise UserError(
+        f"{folder}: was made from another run of {name} than {beside} holds now; "
         f"run --stage={stage} --overwrite"
       )
   return manifest

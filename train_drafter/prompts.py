@@ -6,7 +6,6 @@ duplicates and every training prompt that shares a run of words with an evaluati
 writes `prompts.jsonl` and `eval.jsonl`.
 """
 
-import hashlib
 import json
 import os
 import random
@@ -424,10 +423,7 @@ def _data_hashes(options: Any) -> dict[str, str]:
   grammars = sorted((package / "grammars").iterdir(), key=lambda file: file.name)
   train = prompt_files(options.path) if options.path else grammars
   test = prompt_files(options.eval_path) if options.eval_path else [package / "eval_prompts.jsonl"]
-  return {
-    name: hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
-    for name, files in (("train", train), ("eval", test))
-  }
+  return {"train": manifest.files_hash(train), "eval": manifest.files_hash(test)}
 
 
 def _by_category(prompts: Iterable[dict]) -> dict[str, int]:

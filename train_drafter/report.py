@@ -384,15 +384,14 @@ def run(cfg: Any, workdir: str | Path) -> Path:
   """The report stage: rebuilds report.json and report.md of a finished evaluation, and prints it.
 
   Args:
-    cfg: of the run; the evaluation holds all that is needed.
+    cfg: of the run; checked against what the folders were made with.
     workdir: folder of the run.
 
   Raises:
-    UserError: the evaluate stage has not run.
+    UserError: the evaluate stage has not run, or ran with another config.
   """
-  del cfg
   folder = Path(workdir) / "evaluate"
-  manifest.require(folder, "evaluate")
+  manifest.require(folder, "evaluate", cfg)
   report = report_from_folder(folder)
   write_report(report, folder)
   print_report(report)

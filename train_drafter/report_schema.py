@@ -26,7 +26,7 @@ DEFINITIONS = {
     "looped_token_share": "share of tokens inside an 8-gram that began 1 to 64 tokens earlier too",
     "tau_before_first_loop": "tau of the rounds that end before a prompt's first looped token",
     "speedup": "median over interleaved pairs, same prompts and dtype, of speculative / plain "
-               "tokens per second, compilation left out",
+               "tokens per second; prefill and compilation left out",
     "speedup_pooled": "the same from the total tokens and seconds of each side",
     "predicted_speedup": "tau / (draft_cost + verify_cost)",
     "draft_cost": "time of one proposal / time of one plain step of the target",

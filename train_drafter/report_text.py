@@ -132,12 +132,15 @@ def _position_table(report: dict) -> Table:
 
 def _speed_table(report: dict) -> Table:
   header = ["dtype", "drafter", "T", "plain\ntok/s", "spec.\ntok/s", "speed-up\n(95 %)",
-            "pre-\ndicted", "draft\ncost", "verify\ncost"]
+            "pooled", "pre-\ndicted", "draft\ncost", "verify\ncost"]
   rows = [[r["dtype"], r["drafter"], f"{r['temperature']:g}",
            _number(r["plain_tokens_per_s"], 1), _number(r["speculative_tokens_per_s"], 1),
-           _with_interval(r["speedup"], r["speedup_ci"]), _number(r["predicted_speedup"]),
+           _with_interval(r["speedup"], r["speedup_ci"]), _number(r.get("speedup_pooled")),
+           _number(r["predicted_speedup"]),
            _number(r["draft_cost"]), _number(r["verify_cost"])] for r in report["speed"]]
-  return Table("Speed", header, rows, "costs in plain steps of the target", text_columns=2)
+  note = ("speed-up: median over prompts; pooled: of all tokens and seconds\n"
+          "costs in plain steps of the target")
+  return Table("Speed", header, rows, note, text_columns=2)
 
 
 def _tables(report: dict) -> list[Table]:
@@ -192,6 +195,8 @@ def estimate_lines(report: dict) -> list[str]:
     for name, check in row["checks"].items():
       lines.append(f"{name} at T={row['temperature']:g}: training estimated "
                    f"{check['estimate']:.3f}, decoding gave {_number(check['measured'], 3)}")
+  if lines:
+    lines.append("estimated on held-out training answers, all generate.temperatures together")
   return lines
 
 

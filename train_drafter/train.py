@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,14 @@ from spec_jax.target import Target
 from spec_jax.types import pytree
 from train_drafter import config as config_lib
 from train_drafter import losses, manifest
-from train_drafter.batches import Document, Packer
+from train_drafter.batches import Packer
 from train_drafter.checkpoint import Checkpoints, GracefulExit
 from train_drafter.config import Config, TrainConfig
-from train_drafter.generate import Answer, load_answers, target_id
+from train_drafter.documents import draft_vocabulary, prepare
+from train_drafter.generate import load_answers, target_id
 from train_drafter.progress import Bar
 
 STAGE = "train"
-_SCORE_ROWS = 1024  # teacher states scored at once
 _CALIBRATION = 6  # steps that measure the time of a step
 
 
@@ -92,7 +92,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   """
   workdir = Path(workdir)
   folder = workdir / STAGE
-  source = manifest.require(workdir / "generate", "generate")
+  source = manifest.require(workdir / "generate", "generate", cfg)
   target = spec_jax.load_target(cfg.target.source, dtype=cfg.train.dtype)
   opened = manifest.begin(
       folder, stage=STAGE,
@@ -103,15 +103,10 @@ def run(cfg: Config, workdir: Path) -> Path:
     return folder
   began = time.monotonic()
   answers = load_answers(workdir / "generate")
-  documents, counts = prepare(answers, target, cfg, folder)
+  kept, held, counts = prepare(answers, target, cfg, folder)
   print(f"{STAGE}: {counts['documents']} answers, {counts['supervised']} supervised tokens "
         f"({counts['dropped']} answers with nothing to learn dropped), draft vocabulary covers "
         f"{counts['draft_vocab_coverage']:.2%}", flush=True)
-  held = documents[:cfg.train.validation]
-  kept = documents[cfg.train.validation:]
-  if not kept:
-    raise UserError(
-        f"train.validation={cfg.train.validation} leaves none of {len(documents)} answers to train")
   pack = functools.partial(
       Packer, rows=cfg.train.batch_rows, seq_len=cfg.train.seq_len, chunk=cfg.train.chunk,
       seed=cfg.train.seed, pad_id=max(target.config.pad_id, 0))
@@ -132,83 +127,6 @@ def initial_drafter(
   names = [n for n in drafters.tensor_shapes(config) if n not in ("embed", "head")]
   return drafters.small_lm(
       target, {n: tensor(n) for n in names}, config, dtype=dtype, draft_ids=draft_ids)
-
-
-def draft_vocabulary(folder: Path) -> np.ndarray | None:
-  """The reduced draft vocabulary [Vd] that `prepare` chose, None for the whole vocabulary."""
-  path = folder / "draft_ids.npy"
-  return np.load(path) if path.exists() else None
-
-
-# Data.
-
-
-def prepare(
-    answers: Sequence[Answer], target: Target, cfg: Config, folder: Path,
-) -> tuple[list[Document], dict[str, Any]]:
-  """Documents with teacher statistics, in a shuffled order; chooses the draft vocabulary."""
-  if not answers:
-    raise UserError("train: the generate stage left no answers")
-  documents, dropped = [], 0
-  for a, (lse, best) in zip(answers, teacher_statistics(answers, target, cfg), strict=True):
-    d = Document(a.tokens, a.prompt_len - 1, a.hidden, lse, best).cut(cfg.train.seq_len)
-    if d.supervised > 0:
-      documents.append(d)
-    else:
-      dropped += 1
-  if not documents:
-    raise UserError(f"train: none of {len(answers)} answers has a supervised token")
-  counts = np.zeros(target.config.vocab_size, np.int64)
-  for d in documents:
-    np.add.at(counts, d.tokens[d.first + 1:], 1)
-    np.add.at(counts, d.best, 1)
-  ids = choose_vocabulary(counts, cfg.drafter.draft_vocab, target.config)
-  coverage = 1.0
-  if ids is not None:
-    if not (folder / "draft_ids.npy").exists():
-      np.save(folder / "draft_ids.npy", ids)
-    coverage = float(counts[ids].sum() / counts.sum())
-  order = np.random.default_rng(cfg.train.seed).permutation(len(documents))
-  return [documents[i] for i in order], {
-      "documents": len(documents), "dropped": dropped, "draft_vocab_coverage": coverage,
-      "supervised": int(sum(d.supervised for d in documents))}
-
-
-def choose_vocabulary(counts: np.ndarray, size: int, config) -> np.ndarray | None:
-  """The `size` most frequent ids, every EOS among them, ascending; None for all of them.
-
-  Ids that never occurred fill the rest from the lowest id (the earliest merges) on.
-  """
-  if not 0 < size < config.vocab_real:
-    return None
-  ranked = counts[:config.vocab_real].astype(np.float64)
-  ranked[list(config.eos_ids)] = np.inf
-  return np.sort(np.argsort(-ranked, kind="stable")[:size]).astype(np.int32)
-
-
-def teacher_statistics(
-    answers: Sequence[Answer], target: Target, cfg: Config,
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-  """(logsumexp, argmax) of the teacher's logits at every answered token, by answer."""
-
-  @jax.jit
-  def score(params, hidden):
-    logits = nnx.merge(target.graph, params).logits(hidden)
-    warm = logits / cfg.train.teacher_temperature
-    return jax.nn.logsumexp(warm, -1), sampling.argmax(logits)
-
-  hidden = np.concatenate([a.hidden for a in answers])
-  count = len(hidden)
-  hidden = np.pad(hidden, ((0, -count % _SCORE_ROWS), (0, 0)))
-  parts = []
-  with Bar("teacher", total=count) as bar:
-    for i in range(0, len(hidden), _SCORE_ROWS):
-      parts.append(jax.device_get(score(target.params, hidden[i:i + _SCORE_ROWS])))
-      rows = min(_SCORE_ROWS, count - i)
-      bar.advance(rows, amount=rows)
-  lse, best = (np.concatenate(x)[:count] for x in zip(*parts, strict=True))
-  edges = np.cumsum([len(a.hidden) for a in answers])[:-1]
-  yield from zip(np.split(lse, edges), np.split(best, edges), strict=True)
 
 
 # One step.
@@ -245,7 +163,9 @@ def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch
   ids = module.draft_ids[...] if reduced else jnp.arange(head.shape[0])
 
   def token_sums(student, rest):
-    teacher = linear(rest["hidden"], head) / options.teacher_temperature
+    # Both sides: a drafter decodes at the temperature of its target.
+    student, teacher = (
+        z / options.teacher_temperature for z in (student, linear(rest["hidden"], head)))
     if not reduced and real < head.shape[0]:  # ids of the padding are out, as in decoding
       student, teacher = (jnp.where(ids < real, z, -jnp.inf) for z in (student, teacher))
     weight = rest["weight"]
@@ -320,11 +240,12 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
     step = first = int(state.step)
     last = None
     with contextlib.closing(MetricLog(folder, step)) as log, \
+        contextlib.closing(_Profile(folder if cfg.train.profile else None)) as profile, \
         Bar("train", total=steps, start=step) as bar:
       while step < steps:
-        with _profile(cfg, folder, step - first):
-          batch = packer.batch(step)
-          state, sums = train_step(setup, state, setup.frozen, target.params, batch)
+        profile.before(step - first)
+        batch = packer.batch(step)
+        state, sums = train_step(setup, state, setup.frozen, target.params, batch)
         step += 1
         note = None if last is None else log.step(*last, setup, packer)
         last = (step, sums)
@@ -364,7 +285,7 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
       "validation": record, "epochs": packer.epoch_of(step),
       "training_estimate": [
           {"temperature": 0.0, "first_position": record["greedy_match"]},
-          {"temperature": 1.0, "first_position": record["alpha"]}]}
+          {"temperature": cfg.train.teacher_temperature, "first_position": record["alpha"]}]}
 
 
 def planned_steps(cfg, target, module, packer: Packer, folder: Path, began: float) -> int:
@@ -439,11 +360,22 @@ class MetricLog:
       self._board.add_scalar(f"{split}/{name}", value, step)
 
 
-@contextlib.contextmanager
-def _profile(cfg: Config, folder: Path, step: int):
-  """Steps 5 to 7 of a profiled run go into a jax.profiler trace."""
-  if cfg.train.profile and step == 5:
-    jax.profiler.start_trace(str(folder / "profile"))
-  yield
-  if cfg.train.profile and step == 7:
-    jax.profiler.stop_trace()
+class _Profile:
+  """A jax.profiler trace of steps 5 to 7 of this process, or of as many as there are."""
+
+  def __init__(self, folder: Path | None):
+    self.folder, self.running = folder, False
+
+  def before(self, step: int) -> None:
+    """Starts or stops the trace in front of a step of this process, counted from 0."""
+    if self.folder is not None and step == 5:
+      jax.profiler.start_trace(str(self.folder / "profile"))
+      self.running = True
+    if step == 8:
+      self.close()
+
+  def close(self) -> None:
+    """Writes the trace."""
+    if self.running:
+      jax.profiler.stop_trace()
+      self.running = False

@@ -70,11 +70,15 @@ def load_drafter(source: str, target: Target, dtype: str | None = None) -> Draft
     UserError: an unknown name, a missing file, or another tokenizer (naming the first id).
   """
   dtype = dtype or target.dtype
+  if dtype not in DTYPES:
+    raise UserError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
   if source == "ngram" or source.startswith("ngram:"):
     return wrap("ngram", source, _ngram(source))
   if source == "self":
+    if dtype != target.dtype:
+      raise UserError(f"drafter='self' has the target's dtype {target.dtype}, not {dtype}")
     return wrap("small_lm", "self", small_lm(target, canonical_tensors(target), target.config))
-  folder = Path(source)
+  folder = Path(source).expanduser()
   if (folder / "drafter.json").exists():
     return _load_saved(folder, target, dtype)
   if not folder.exists() and not source.startswith("hf:") and source != "demo":

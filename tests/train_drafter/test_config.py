@@ -67,7 +67,7 @@ def test_a_bad_field_is_named_with_its_value(name, value):
 def test_every_section_is_covered():
   """A number or a choice that is never checked would stand out here."""
   free = {"prompts.path", "prompts.eval_path", "prompts.system", "evaluate.same_shape",
-          "evaluate.ngram"}
+          "evaluate.path", "evaluate.ngram"}
   names = {f"{section.name}.{field.name}" for section in dataclasses.fields(Config)
            for field in dataclasses.fields(section.type)}
   assert names - free == {name for name, _ in BAD}
@@ -88,6 +88,15 @@ def test_training_needs_an_end():
   cfg.train.steps, cfg.train.budget_s = 0, 0.0
   with pytest.raises(UserError, match="train.steps=0 needs train.budget_s > 0"):
     config_lib.validate(cfg)
+
+
+def test_prompts_must_leave_room_for_an_answer_in_a_training_sequence():
+  cfg = Config()
+  cfg.train.seq_len = cfg.generate.max_prompt_tokens
+  with pytest.raises(UserError, match="generate.max_prompt_tokens=384 must be below train.seq_len"):
+    config_lib.validate(cfg)
+  cfg.train.seq_len += 1
+  config_lib.validate(cfg)
 
 
 def test_a_misspelt_field_of_a_config_file_is_refused():

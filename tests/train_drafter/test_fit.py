@@ -222,3 +222,17 @@ def test_the_budget_is_a_hard_limit(shared, tmp_path):
 def test_a_run_of_one_step(tmp_path):
   result, _ = fit(make_config(steps=1), tmp_path)
   assert (result["steps"], result["best_step"]) == (1, 1)
+
+
+@pytest.mark.parametrize("steps, traced", [(5, []), (6, [5]), (12, [5, 6, 7])])
+def test_a_short_run_writes_its_trace_too(monkeypatch, tmp_path, steps, traced):
+  open_now, seen = [], []
+  profiler = types.SimpleNamespace(
+      start_trace=open_now.append, stop_trace=lambda: open_now.pop())
+  monkeypatch.setattr(train.jax, "profiler", profiler)
+  profile = train._Profile(tmp_path)
+  for step in range(steps):
+    profile.before(step)
+    seen += [step] * len(open_now)
+  profile.close()
+  assert seen == traced and not open_now

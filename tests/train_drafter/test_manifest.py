@@ -14,6 +14,24 @@ CONFIG = {"generate": {"max_new_tokens": 64, "temperatures": (0.0, 0.7)}, "targe
 TARGET = TargetId(name="demo", weights="a" * 64, tokenizer="b" * 64, chat_template="c" * 64)
 
 
+@dataclasses.dataclass
+class Section:
+  """A part of a config, as the stages have them."""
+
+  lr: float = 1.0
+  layers: tuple[int, ...] = (0, 1)
+
+
+@dataclasses.dataclass
+class Whole:
+  """A config of one section."""
+
+  train: Section = dataclasses.field(default_factory=Section)
+
+
+ANY = Whole()
+
+
 def finished(folder, stage="prompts", config=None, inputs=None, target=None):
   opened = manifest.begin(
     folder, stage=stage, config=config or {"n": 1}, inputs=inputs, target=target
@@ -134,24 +152,52 @@ def test_a_folder_that_cannot_be_made_is_named(workdir):
 
 def test_require(workdir):
   with pytest.raises(UserError, match="stage prompts has not run"):
-    manifest.require(workdir / "prompts", "prompts")
+    manifest.require(workdir / "prompts", "prompts", ANY)
   opened = manifest.begin(workdir / "prompts", stage="prompts", config={})
   with pytest.raises(UserError, match="stage prompts is not finished"):
-    manifest.require(workdir / "prompts", "prompts")
+    manifest.require(workdir / "prompts", "prompts", ANY)
   manifest.finish(workdir / "prompts", opened, {})
   with pytest.raises(UserError, match="holds stage prompts, not train"):
-    manifest.require(workdir / "prompts", "train")
-  assert manifest.require(workdir / "prompts", "prompts").hash == opened.hash
+    manifest.require(workdir / "prompts", "train", ANY)
+  assert manifest.require(workdir / "prompts", "prompts", ANY).hash == opened.hash
 
 
 def test_require_sees_that_the_folder_it_was_made_from_has_changed(workdir):
   old = finished(workdir / "prompts", config={"n": 1})
   finished(workdir / "generate", "generate", {"m": 1}, {"prompts": old})
-  assert manifest.require(workdir / "generate", "generate").inputs == {"prompts": old.hash}
+  assert manifest.require(workdir / "generate", "generate", ANY).inputs == {"prompts": old.hash}
   manifest.set_aside(workdir / "prompts")
   finished(workdir / "prompts", config={"n": 2})
-  with pytest.raises(UserError, match="made from another prompts"):
-    manifest.require(workdir / "generate", "generate")
+  with pytest.raises(UserError, match="made from another run of prompts"):
+    manifest.require(workdir / "generate", "generate", ANY)
+
+
+def test_require_refuses_a_stage_of_another_config_however_deep(workdir):
+  """`--stage=evaluate` without the overrides that the training had must not mix the two."""
+  part = {"train": {"lr": 3.0, "layers": (0, 1)}, "data": {"train": "1" * 64}}
+  first = finished(workdir / "train", "train", part)
+  finished(workdir / "evaluate", "evaluate", {"n": 1}, {"train": first})
+  same = Whole(Section(lr=3.0))
+  assert manifest.require(workdir / "evaluate", "evaluate", same).complete
+  for name in ("train", "evaluate"):
+    with pytest.raises(UserError, match="train: was made with train.lr=3.0, this run has train"):
+      manifest.require(workdir / name, name, Whole())
+
+
+def test_a_stage_made_again_is_another_one(workdir):
+  """Its config may be the same and its content not: a time budget, another version of the code."""
+  old = finished(workdir / "prompts")
+  finished(workdir / "generate", "generate", {"m": 1}, {"prompts": old})
+  manifest.set_aside(workdir / "prompts")
+  new = finished(workdir / "prompts")
+  assert new.hash == old.hash and new.run != old.run
+  with pytest.raises(StaleStageError, match="made from an earlier run of stage prompts"):
+    manifest.begin(workdir / "generate", stage="generate", config={"m": 1}, inputs={"prompts": new})
+  with pytest.raises(UserError, match="made from another run of prompts"):
+    manifest.require(workdir / "generate", "generate", ANY)
+  # One that is gone is not missed.
+  manifest.set_aside(workdir / "prompts")
+  assert manifest.require(workdir / "generate", "generate", ANY).complete
 
 
 def test_inputs_that_disagree_are_refused(workdir):

@@ -28,6 +28,7 @@ from tests.train_drafter.training import (
   module_of,
   pack,
 )
+from train_drafter import documents as documents_lib
 from train_drafter import train
 from train_drafter.generate import Answer
 
@@ -98,9 +99,13 @@ def test_each_supervised_place_learns_from_its_own_teacher_row():
   np.testing.assert_allclose(grad, expected, atol=1e-4)
 
 
-def test_sums_are_those_of_the_definitions():
-  cfg, target = make_config(), tiny.target()
-  docs = documents(2, seed=3, longest=15)
+@pytest.mark.parametrize("heat", [1.0, 0.5])
+def test_sums_are_those_of_the_definitions(heat):
+  """At another temperature both sides are divided: that is how the drafter will decode."""
+  cfg, target = make_config(teacher_temperature=heat), tiny.target()
+  teacher = lambda d: d.hidden.astype(np.float64) @ head_of(target).T / heat
+  docs = [dataclasses.replace(d, logsumexp=np.log(np.exp(teacher(d)).sum(-1)).astype(np.float32))
+          for d in documents(2, seed=3, longest=15)]
   batch = pack(docs, cfg).in_order()[0]
   sums, _, value = places_gradient(batch, cfg, target)
   head = head_of(target).astype(np.float64)
@@ -109,7 +114,7 @@ def test_sums_are_those_of_the_definitions():
   at = iter(batch["place"].tolist())
   for d in docs:
     for row, best in zip(d.hidden.astype(np.float64), d.best, strict=True):
-      p, z = (np.exp(h @ head.T) for h in (row, flat[next(at)]))
+      p, z = (np.exp(h @ head.T / heat) for h in (row, flat[next(at)]))
       p, q = p / p.sum(), z / z.sum()
       loss, alpha = loss + np.sum(p * np.log(p / q)), alpha + np.minimum(p, q).sum()
       match += q.argmax() == best
@@ -353,20 +358,21 @@ GOLDEN_CHECKSUM = 1941.22489614
 
 def answer(job, prompt, reply, target, rng):
   hidden = rng.normal(size=(len(reply), target.config.hidden_size)).astype(ml_dtypes.bfloat16)
-  return Answer(job, np.asarray([*prompt, *reply], np.int32), len(prompt), hidden, 0.0)
+  return Answer(job, job, np.asarray([*prompt, *reply], np.int32), len(prompt), hidden, 0.0)
 
 
 def test_answers_become_documents(tmp_path):
   """CASES 23 and 32: what the cap cuts away is counted, ids and states are cut together."""
   target, rng = tiny.target(), np.random.default_rng(0)
-  cfg = make_config(teacher_temperature=0.5)
+  cfg = make_config(teacher_temperature=0.5, validation=1)
   answers = [
       answer(0, range(3, 8), [20, 21, 22, EOS], target, rng),
       answer(1, range(3, 43), [20, 21, EOS], target, rng),  # the cap leaves no answer
       answer(2, range(3, 13), range(20, 60), target, rng),  # longer than the cap
       answer(3, range(3, 34), [20, 21], target, rng),  # one supervised token is left
       answer(4, range(3, 35), [20, 21], target, rng)]  # none: the first lies behind the cap
-  docs, counts = train.prepare(answers, target, cfg, tmp_path)
+  kept, held, counts = documents_lib.prepare(answers, target, cfg, tmp_path)
+  docs = kept + held
   assert (counts["documents"], counts["dropped"], counts["supervised"]) == (3, 2, 4 + 22 + 1)
   head = head_of(target)
   by_length = {len(d.tokens): d for d in docs}
@@ -381,16 +387,31 @@ def test_answers_become_documents(tmp_path):
     np.testing.assert_allclose(
         d.logsumexp, np.log(np.exp(logits / 0.5).sum(-1)), rtol=1e-5)  # of the warm teacher
     np.testing.assert_array_equal(d.best, logits.argmax(-1))
-  again, _ = train.prepare(answers, target, cfg, tmp_path)
-  assert [d.tokens.tolist() for d in again] == [d.tokens.tolist() for d in docs]
+  assert (len(kept), len(held), counts["held_out"]) == (2, 1, 1)
+  again, held, _ = documents_lib.prepare(answers, target, cfg, tmp_path)
+  assert [d.tokens.tolist() for d in again + held] == [d.tokens.tolist() for d in docs]
+
+
+def test_all_answers_to_a_prompt_lie_on_one_side(tmp_path):
+  target, rng = tiny.target(), np.random.default_rng(0)
+  make = lambda job, prompt: dataclasses.replace(
+      answer(job, [3, 4, 5 + prompt], [20 + prompt, EOS], target, rng), prompt=prompt)
+  answers = [make(8 * turn + prompt, prompt) for turn in range(3) for prompt in range(8)]
+  kept, held, _ = documents_lib.prepare(answers, target, make_config(validation=4), tmp_path)
+  sides = [{int(d.tokens[2]) for d in side} for side in (kept, held)]
+  assert (len(kept), len(held)) == (18, 6) and not sides[0] & sides[1]
 
 
 def test_nothing_supervised_is_one_line(tmp_path):
   target, rng = tiny.target(), np.random.default_rng(0)
   with pytest.raises(UserError, match="none of 1 answers has a supervised token"):
-    train.prepare([answer(0, range(3, 43), [20], target, rng)], target, make_config(), tmp_path)
+    documents_lib.prepare(
+        [answer(0, range(3, 43), [20], target, rng)], target, make_config(), tmp_path)
+  with pytest.raises(UserError, match="validation=3 leaves none of 1 answers"):
+    documents_lib.prepare(
+        [answer(0, [3, 4], [20, EOS], target, rng)], target, make_config(), tmp_path)
   with pytest.raises(UserError, match="the generate stage left no answers"):
-    train.prepare([], target, make_config(), tmp_path)
+    documents_lib.prepare([], target, make_config(), tmp_path)
 
 
 def test_the_draft_vocabulary_holds_what_is_frequent_and_every_eos():
@@ -398,7 +419,7 @@ def test_the_draft_vocabulary_holds_what_is_frequent_and_every_eos():
   counts = np.zeros(64, np.int64)
   counts[[7, 9, 50]] = [5, 9, 7]
   counts[61] = 100  # an id that does not exist
-  chosen = lambda size: train.choose_vocabulary(counts, size, config)
+  chosen = lambda size: documents_lib.choose_vocabulary(counts, size, config)
   assert chosen(4).tolist() == [2, 9, 40, 50]
   assert chosen(5).tolist() == [2, 7, 9, 40, 50]
   # Never seen: the lowest ids, in every run the same.
@@ -414,13 +435,15 @@ def test_the_draft_vocabulary_travels(tmp_path):
   target, rng = tiny.target(), np.random.default_rng(0)
   cfg = make_config()
   cfg.drafter.draft_vocab = 10
-  answers = [answer(0, [3, 4, 5], [20, 21, 22, 20, EOS], target, rng)]
-  _, counts = train.prepare(answers, target, cfg, tmp_path)
-  ids = train.draft_vocabulary(tmp_path)
+  cfg.train.validation = 1
+  answers = [answer(i, [3, 4, 5], [20, 21, 22, 20, EOS], target, rng) for i in range(2)]
+  *_, counts = documents_lib.prepare(answers, target, cfg, tmp_path)
+  ids = documents_lib.draft_vocabulary(tmp_path)
   assert len(set(ids.tolist())) == 10 and {20, 21, 22, EOS} <= set(ids.tolist())
   # Answered ids and the teacher's own choices count, five of each; prompts do not.
-  best = train.prepare(answers, target, make_config(), tmp_path)[0][0].best
-  covered = sum(i in ids for i in [20, 21, 22, 20, EOS, *best.tolist()])
-  assert counts["draft_vocab_coverage"] == covered / 10 and 5 <= covered
+  kept, held, _ = documents_lib.prepare(answers, target, make_config(validation=1), tmp_path)
+  seen = [i for d in kept + held for i in [20, 21, 22, 20, EOS, *d.best.tolist()]]
+  covered = sum(i in ids for i in seen)
+  assert counts["draft_vocab_coverage"] == covered / 20 and 10 <= covered
   module = train.initial_drafter(cfg, target, ids)
   np.testing.assert_array_equal(module.head_weight(target.module), head_of(target)[ids])

@@ -44,6 +44,7 @@ def make_config(root: Path) -> Config:
   cfg.drafter.draft_vocab = 192
   cfg.train.steps = 6
   cfg.train.batch_rows, cfg.train.seq_len, cfg.train.chunk = 2, 64, 32
+  cfg.generate.max_prompt_tokens = 63
   cfg.train.validation, cfg.train.eval_every = 4, 2
   cfg.train.dtype = "float32"
   cfg.evaluate.draft_len = 3

@@ -22,6 +22,7 @@ def make_config(**changes) -> Config:
   for name, value in (fields | changes).items():
     assert hasattr(cfg.train, name)
     setattr(cfg.train, name, value)
+  cfg.generate.max_prompt_tokens = cfg.train.seq_len - 1
   cfg.drafter.init_layers, cfg.drafter.draft_vocab = (0,), 0
   config_lib.validate(cfg)
   return cfg

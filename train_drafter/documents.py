@@ -1,0 +1,112 @@
+"""Answers to documents: the teacher's statistics, the held-out part and the draft vocabulary.
+
+Called by train.py; evaluate.py reads the draft vocabulary of a run here.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from spec_jax import sampling
+from spec_jax.errors import UserError
+from spec_jax.target import Target
+from train_drafter.batches import Document
+from train_drafter.config import Config
+from train_drafter.generate import Answer
+from train_drafter.progress import Bar
+
+_SCORE_ROWS = 1024  # teacher states scored at once
+
+
+def prepare(
+    answers: Sequence[Answer], target: Target, cfg: Config, folder: Path,
+) -> tuple[list[Document], list[Document], dict[str, Any]]:
+  """Documents with teacher statistics; chooses the draft vocabulary.
+
+  Returns:
+    The documents to train on, the train.validation or a few more that are held out, and counts.
+    All answers to a prompt lie on one side: what is held out is never half seen.
+
+  Raises:
+    UserError: there is nothing to train on.
+  """
+  if not answers:
+    raise UserError("train: the generate stage left no answers")
+  documents, of_prompt, dropped = [], {}, 0
+  for a, (lse, best) in zip(answers, teacher_statistics(answers, target, cfg), strict=True):
+    d = Document(a.tokens, a.prompt_len - 1, a.hidden, lse, best).cut(cfg.train.seq_len)
+    if d.supervised > 0:
+      documents.append(d)
+      of_prompt.setdefault(a.prompt, []).append(d)
+    else:
+      dropped += 1
+  if not documents:
+    raise UserError(f"train: none of {len(answers)} answers has a supervised token")
+  counts = np.zeros(target.config.vocab_size, np.int64)
+  for d in documents:
+    np.add.at(counts, d.tokens[d.first + 1:], 1)
+    np.add.at(counts, d.best, 1)
+  ids = choose_vocabulary(counts, cfg.drafter.draft_vocab, target.config)
+  coverage = 1.0
+  if ids is not None:
+    if not (folder / "draft_ids.npy").exists():
+      np.save(folder / "draft_ids.npy", ids)
+    coverage = float(counts[ids].sum() / counts.sum())
+  prompts = sorted(of_prompt)
+  kept, held = [], []
+  for i in np.random.default_rng(cfg.train.seed).permutation(len(prompts)):
+    (held if len(held) < cfg.train.validation else kept).extend(of_prompt[prompts[i]])
+  if not kept:
+    raise UserError(f"train.validation={cfg.train.validation} leaves none of {len(documents)} "
+                    "answers to train")
+  return kept, held, {
+      "documents": len(documents), "held_out": len(held), "dropped": dropped,
+      "draft_vocab_coverage": coverage,
+      "supervised": int(sum(d.supervised for d in documents))}
+
+
+def choose_vocabulary(counts: np.ndarray, size: int, config) -> np.ndarray | None:
+  """The `size` most frequent ids, every EOS among them, ascending; None for all of them.
+
+  Ids that never occurred fill the rest from the lowest id (the earliest merges) on.
+  """
+  if not 0 < size < config.vocab_real:
+    return None
+  ranked = counts[:config.vocab_real].astype(np.float64)
+  ranked[list(config.eos_ids)] = np.inf
+  return np.sort(np.argsort(-ranked, kind="stable")[:size]).astype(np.int32)
+
+
+def teacher_statistics(
+    answers: Sequence[Answer], target: Target, cfg: Config,
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+  """(logsumexp, argmax) of the teacher's logits at every answered token, by answer."""
+
+  @jax.jit
+  def score(params, hidden):
+    logits = nnx.merge(target.graph, params).logits(hidden)
+    warm = logits / cfg.train.teacher_temperature
+    return jax.nn.logsumexp(warm, -1), sampling.argmax(logits)
+
+  hidden = np.concatenate([a.hidden for a in answers])
+  count = len(hidden)
+  hidden = np.pad(hidden, ((0, -count % _SCORE_ROWS), (0, 0)))
+  parts = []
+  with Bar("teacher", total=count) as bar:
+    for i in range(0, len(hidden), _SCORE_ROWS):
+      parts.append(jax.device_get(score(target.params, hidden[i:i + _SCORE_ROWS])))
+      rows = min(_SCORE_ROWS, count - i)
+      bar.advance(rows, amount=rows)
+  lse, best = (np.concatenate(x)[:count] for x in zip(*parts, strict=True))
+  edges = np.cumsum([len(a.hidden) for a in answers])[:-1]
+  yield from zip(np.split(lse, edges), np.split(best, edges), strict=True)
+
+
+def draft_vocabulary(folder: Path) -> np.ndarray | None:
+  """The reduced draft vocabulary [Vd] that `prepare` chose, None for the whole vocabulary."""
+  path = folder / "draft_ids.npy"
+  return np.load(path) if path.exists() else None
