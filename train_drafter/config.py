@@ -50,7 +50,8 @@ class GenerateConfig:
   max_new_tokens: int = 128
   max_prompt_tokens: int = 384  # longer prompts are dropped and counted
   batch_size: int = 64
-  budget_s: float = 0.0  # stop after so many seconds and go on with what there is; 0 for no limit
+  # Stop after so many seconds of one run and go on with what there is; 0 for no limit.
+  budget_s: float = 0.0
   seed: int = 0
   template_args: tuple[str, ...] = ()  # of the chat template, such as "enable_thinking=false"
 
@@ -71,7 +72,7 @@ class TrainConfig:
 
   loss: str = "fkl"
   steps: int = 0  # 0: as many as fit into budget_s, measured at the start
-  budget_s: float = 480.0  # the stage also stops at 1.15 times this; 0 for no limit
+  budget_s: float = 480.0  # of one run, which stops at 1.15 times this; 0 for no limit
   batch_rows: int = 4
   seq_len: int = 512
   lr: float = 4e-3

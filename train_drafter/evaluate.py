@@ -407,7 +407,9 @@ def collect(
           "device": jax.devices()[0].device_kind, "cores": os.cpu_count(),
           "identity_dtype": options.identity_dtype, "dtype": options.dtype,
           "drafter_dtype": options.drafter_dtype, "batch_size": options.batch_size,
-          "untrained_per_category": options.untrained_per_category})
+          "untrained_per_category": options.untrained_per_category,
+          "training": {name: trained[name] for name in (
+              "documents", "supervised", "planned_steps", "steps", "epochs") if name in trained}})
   return report.report_from_folder(folder)
 
 

@@ -136,17 +136,19 @@ def _answer_all(cfg: Config, target: Target, prompts: Sequence[dict], folder: Pa
       max_new_tokens=options.max_new_tokens, seed=options.seed, batch_size=options.batch_size,
       sequence_ids=todo, keep_hidden=True)
   part = len(list(folder.glob("part-*.npz")))
-  with Bar("generate", total=len(fits), start=len(done)) as bar:
-    waiting: list[Answer] = []
-    for row in _within_budget(work, options.budget_s):
-      k, asked = todo[row.index], work.ids[row.index]
-      waiting.append(Answer(
-          k, jobs[k][0], np.asarray(asked + row.tokens, np.int32), len(asked),
-          row.hidden.astype(ml_dtypes.bfloat16), heat(k)))
-      bar.advance(1, amount=len(row.tokens))
-      if len(waiting) == _PART_ROWS:
-        _write_part(folder / f"part-{part:05d}.npz", waiting)
-        waiting, part = [], part + 1
+  waiting: list[Answer] = []
+  try:
+    with Bar("generate", total=len(fits), start=len(done)) as bar:
+      for row in _within_budget(work, options.budget_s):
+        k, asked = todo[row.index], work.ids[row.index]
+        waiting.append(Answer(
+            k, jobs[k][0], np.asarray(asked + row.tokens, np.int32), len(asked),
+            row.hidden.astype(ml_dtypes.bfloat16), heat(k)))
+        bar.advance(1, amount=len(row.tokens))
+        if len(waiting) == _PART_ROWS:
+          _write_part(folder / f"part-{part:05d}.npz", waiting)
+          waiting, part = [], part + 1
+  finally:  # also on an interrupt
     if waiting:
       _write_part(folder / f"part-{part:05d}.npz", waiting)
   answers = load_answers(folder)

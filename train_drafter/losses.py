@@ -61,6 +61,12 @@ def overlap(
   return jnp.sum(jnp.minimum(p, jax.nn.softmax(student)), -1)
 
 
+def kept_mass(
+    teacher: Float[Array, "*n V"], teacher_logsumexp: Float[Array, "*n"]) -> Float[Array, "*n"]:
+  """The mass of p on the draft vocabulary: what a renormalised teacher leaves out is the rest."""
+  return jnp.sum(jnp.exp(teacher - teacher_logsumexp[..., None]), -1)
+
+
 def chunked_sums(
     token_sums: Callable[[Array, Any], dict[str, Array]],
     hidden: Float[Array, "M D"],

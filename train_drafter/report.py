@@ -265,6 +265,9 @@ def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: i
             f"{row['dtype']} text with {row['drafter']} leaves one-token plain decoding on "
             f"{place['id']} where the logits are {place['margin']:.3g} apart, more than rounding "
             f"explains ({row['tolerance']:.3g})")
+  training = (provenance or {}).get("training", {})
+  if training.get("steps", 0) < training.get("planned_steps", 0):
+    warnings.append(f"training stopped at step {training['steps']} of {training['planned_steps']}")
   speed_rows = _speed_rows(speed, by_drafter)
   coldest = settings[0]["all"]
   report = {

@@ -150,7 +150,8 @@ def make_setup(cfg: Config, target: Target, module: Any, steps: int) -> tuple[Se
 
 
 def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict):
-  """Sums over the supervised positions: loss, alpha, greedy match, and their count."""
+  """Sums over the supervised positions: loss, alpha, greedy match, the teacher's mass on the draft
+  vocabulary, and their count."""
   options = setup.options
   low = jnp.dtype(options.dtype)
   params = jax.tree.map(lambda x: x.astype(low) if x.ndim > 1 else x, params)
@@ -175,6 +176,7 @@ def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch
     return {
         "loss": jnp.sum(weight * losses.LOSSES[options.loss](student, teacher)),
         "alpha": jnp.sum(weight * alpha), "greedy_match": jnp.sum(weight * match),
+        "kept_mass": jnp.sum(weight * losses.kept_mass(teacher, rest["logsumexp"])),
         "count": jnp.sum(weight)}
 
   rest = {name: batch[name] for name in ("hidden", "weight", "logsumexp", "best")}
@@ -213,7 +215,7 @@ def validation_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, 
 
 
 def validate(setup: Setup, params: Any, target_params: Any, batches: Sequence[dict]) -> dict:
-  """Means over the validation batches: loss, alpha (accepted at temperature 1), greedy_match."""
+  """Means over the validation batches, named as in `batch_sums`."""
   total: dict[str, float] = {}
   for batch in batches:
     sums = jax.device_get(validation_sums(setup, params, setup.frozen, target_params, batch))
@@ -332,7 +334,8 @@ class MetricLog:
     """
     values = {name: float(v) for name, v in jax.device_get(sums).items()}
     count, skipped = max(values["count"], 1.0), int(values["skipped"])
-    row = {name: values[name] / count for name in ("loss", "alpha", "greedy_match")} | {
+    means = ("loss", "alpha", "greedy_match", "kept_mass")
+    row = {name: values[name] / count for name in means} | {
         "grad_norm": values["grad_norm"],
         "lr": float(setup.schedule(step - 1 - skipped)),  # the schedule waits for skipped steps
         "epoch": packer.epoch_of(step), "skipped": skipped}

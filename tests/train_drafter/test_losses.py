@@ -115,6 +115,8 @@ def test_overlap_keeps_the_mass_outside_the_draft_vocabulary():
   np.testing.assert_allclose(ours, expected, rtol=1e-5)
   renormalised = np.minimum(probabilities(teacher[:, ids]), q[:, ids]).sum(-1)
   assert np.all(renormalised > expected + 0.01)  # the mistake would be seen
+  kept = losses.kept_mass(jnp.asarray(teacher[:, ids], jnp.float32), jnp.asarray(lse, jnp.float32))
+  np.testing.assert_allclose(kept, p[:, ids].sum(-1), rtol=1e-5)
 
 
 def test_overlap_of_equals_is_one_and_of_strangers_zero():

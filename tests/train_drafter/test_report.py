@@ -167,6 +167,13 @@ def many(accepted_of, n=40):
   return [prompt(f"p{i}", "qa", accepted_of(i)) for i in range(n)]
 
 
+def test_training_that_stopped_early_warns():
+  made = lambda steps: build_report(**arguments(
+      provenance={"training": {"steps": steps, "planned_steps": 20}}))["warnings"]
+  assert "training stopped at step 19 of 20" in made(19)
+  assert made(20) == build_report(**arguments())["warnings"]
+
+
 def test_training_estimate_outside_the_interval_warns():
   records = {"small_lm": {RATIO: many(lambda i: [i % 3, 0, 1])}}  # tau 5 / 3
   good = {"temperature": 1.0, "tau": 1 + 2 / 3, "first_position": 5 / 9, "acceptance_rate": 2 / 15}
