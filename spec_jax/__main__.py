@@ -48,8 +48,10 @@ def define_flags(values: flags.FlagValues) -> None:
       "temperature", 0.0, f"0 (anything below {GREEDY_BELOW:g}) is greedy", **own)
   flags.DEFINE_float("top_p", 1.0, "keep the most probable ids up to this mass", **own)
   flags.DEFINE_integer("top_k", 0, "keep so many ids, 0 for all", **own)
+  flags.DEFINE_float("min_p", 0.0, "drop ids below this share of the most probable one", **own)
   flags.DEFINE_string(
-      "rule", None, "greedy or ratio; by default what the temperature asks for", **own)
+      "rule", None, "ratio, block, coupled, or typical (not lossless); at temperature 0 all are "
+      "greedy", **own)
   flags.DEFINE_integer("max_new_tokens", 128, "the longest answer", **own)
   flags.DEFINE_multi_string("stop", [], "end at this text; may be given several times", **own)
   flags.DEFINE_integer("seed", 0, "of every random draw", **own)
@@ -115,8 +117,9 @@ def _starter(values: flags.FlagValues, target: Target, prompt: Prompt) -> Callab
   def start(drafter: Drafter | None, on_round: Callable[[Progress], None] | None = None) -> Run:
     return Run(
         target, drafter, [prompt], draft_len=values.draft_len, temperature=values.temperature,
-        top_p=values.top_p, top_k=values.top_k, rule=values.rule, stop=values.stop,
-        max_new_tokens=values.max_new_tokens, seed=values.seed, batch_size=1, on_round=on_round)
+        top_p=values.top_p, top_k=values.top_k, min_p=values.min_p, rule=values.rule,
+        stop=values.stop, max_new_tokens=values.max_new_tokens, seed=values.seed, batch_size=1,
+        on_round=on_round)
 
   return start
 
@@ -224,7 +227,9 @@ def _accepted(row: records.RowRecords) -> str:
 
 
 def _verdict(plain: Finished, shown: Finished, values: flags.FlagValues) -> str:
-  if values.temperature >= GREEDY_BELOW:
+  if values.temperature >= GREEDY_BELOW and values.rule == "typical":
+    return "typical acceptance is not lossless: its text has another law"
+  if values.temperature >= GREEDY_BELOW and values.rule != "coupled":
     return "another sample of the same law"
   if plain.tokens == shown.tokens:
     return "identical text"

@@ -288,8 +288,9 @@ def propose(program, drafter, target, state, keys):
 
 def _verdict(program, logits, proposal, keys, limit, temperature):
   rule = verify.RULES[program.rule]
-  rows = logits
-  if not rule.on_logits:
+  if rule.on_logits:
+    rows = sampling_lib.biased(logits, program.sampling)
+  else:
     rows = sampling_lib.probabilities(logits, program.sampling, temperature)
   return rule.apply(rows, proposal, keys, jnp.broadcast_to(limit, logits.shape[:1]))
 

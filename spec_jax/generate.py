@@ -6,7 +6,7 @@ number. Within a bucket rows that finish are refilled from the queue between chu
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,10 @@ Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
 
 BUCKETS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 _STOP_ROUNDS = 8  # rounds between two looks at the text when stop strings are given
+# Arguments of other frameworks that are refused, and the values that mean nothing.
+_NEUTRAL = {
+    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+    "min_new_tokens": 0}
 _FILL = 4  # batches' worth of prompts below which a bucket joins the next
 _CHUNK_ROUNDS = 64  # rounds of a chunk when there is nothing to look at
 
@@ -82,6 +86,8 @@ def generate(
     temperature: float | Sequence[float] = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
+    min_p: float = 0.0,
+    bias: Mapping[int, float] | None = None,
     rule: str | None = None,
     max_new_tokens: int | Sequence[int] = 64,
     stop: Sequence[str] = (),
@@ -94,6 +100,7 @@ def generate(
     keep_hidden: bool = False,
     on_finish: Callable[[Finished], None] | None = None,
     template_args: dict[str, Any] | None = None,
+    **unsupported: float,
 ) -> GenerateResult:
   """Decodes prompts, speculatively with a drafter, plainly with None.
 
@@ -105,7 +112,10 @@ def generate(
     temperature: 0 is greedy; one for all or one per prompt.
     top_p: nucleus mass.
     top_k: 0 for all.
-    rule: "greedy" or "ratio"; by default what the temperature asks for.
+    min_p: ids less probable than min_p times the most probable one are out.
+    bias: by id, added to the raw logits (-inf bans an id); also at temperature 0.
+    rule: "ratio", "block", "coupled" or "typical" (which is not lossless), all of them "greedy" at
+      temperature 0; by default "ratio".
     max_new_tokens: budget, one for all or one per prompt.
     stop: strings that end a row; the row keeps the token that completes the string.
     seed: of every random draw; a row's draws depend on the seed and its sequence id alone.
@@ -117,15 +127,25 @@ def generate(
     keep_hidden: also return the target's hidden states.
     on_finish: called with each row as it ends, in order of ending.
     template_args: arguments of the chat template.
+    **unsupported: repetition_penalty, presence_penalty, frequency_penalty and min_new_tokens: known
+      and refused unless they change nothing, since they make the law of a token depend on the
+      drafts before it.
 
   Raises:
+    TypeError: an argument that is not known.
     UserError: an empty prompt, a prompt that does not fit, or a setting out of range.
   """
+  for name, value in unsupported.items():
+    if name not in _NEUTRAL:
+      raise TypeError(f"generate() got an unexpected keyword argument {name!r}")
+    if value != _NEUTRAL[name]:
+      raise UserError(f"{name}={value} is not supported (only {_NEUTRAL[name]}, which is none)")
   run = Run(
       target, drafter, prompts, draft_len=draft_len, temperature=temperature, top_p=top_p,
-      top_k=top_k, rule=rule, max_new_tokens=max_new_tokens, stop=stop, seed=seed,
-      batch_size=batch_size, max_length=max_length, force_reject=force_reject, eos_ids=eos_ids,
-      sequence_ids=sequence_ids, keep_hidden=keep_hidden, template_args=template_args)
+      top_k=top_k, min_p=min_p, bias=bias, rule=rule, max_new_tokens=max_new_tokens, stop=stop,
+      seed=seed, batch_size=batch_size, max_length=max_length, force_reject=force_reject,
+      eos_ids=eos_ids, sequence_ids=sequence_ids, keep_hidden=keep_hidden,
+      template_args=template_args)
   started = time.perf_counter()
   rows: list[Finished | None] = [None] * len(prompts)
   for row in run.all():
@@ -200,9 +220,10 @@ class Run:
   """
 
   def __init__(
-      self, target, drafter, prompts, *, draft_len, temperature=0.0, top_p=1.0, top_k=0, rule=None,
-      max_new_tokens=64, stop=(), seed=0, batch_size=8, max_length=None, force_reject=False,
-      eos_ids=None, sequence_ids=None, keep_hidden=False, template_args=None, on_round=None):
+      self, target, drafter, prompts, *, draft_len, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0,
+      bias=None, rule=None, max_new_tokens=64, stop=(), seed=0, batch_size=8, max_length=None,
+      force_reject=False, eos_ids=None, sequence_ids=None, keep_hidden=False, template_args=None,
+      on_round=None):
     if isinstance(prompts, str):
       raise UserError("prompts must be a list, also of one string")
     count = len(prompts)
@@ -237,7 +258,13 @@ class Run:
       if not heat <= float(np.finfo(np.float32).max):
         raise UserError(f"temperature={heat} must be a finite number")
     chosen = verify.choose(rule, coldest, warmest)
-    settings = Sampling(chosen.name == "greedy", float(top_p), int(top_k))
+    for i in bias or {}:
+      if not 0 <= i < target.config.vocab_real:
+        raise UserError(f"bias holds id {i}, outside 0..{target.config.vocab_real - 1}")
+    settings = Sampling(
+        chosen.name == "greedy", float(top_p), int(top_k), float(min_p),
+        tuple((int(i), float(v)) for i, v in sorted((bias or {}).items())),
+        chosen.name == "coupled")
     eos = target.config.eos_ids if eos_ids is None else tuple(eos_ids)
     pad = target.config.pad_id if target.config.pad_id >= 0 else 0
     self.program = decode.Program(

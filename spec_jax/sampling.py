@@ -1,22 +1,29 @@
-"""Logits to probabilities to tokens: the only place with temperature, top-k and top-p.
+"""Logits to probabilities to tokens: the only place with bias, temperature, top-k, top-p and min-p.
 
 Plain decoding, verification and the bonus token all come through here, so that they see the same
 distribution. Every draw takes one uniform number from a stream named by (sequence, round, position,
-purpose), so a result does not depend on the other rows of the batch.
+purpose), so a result does not depend on the other rows of the batch. Coupled sampling instead takes
+Gumbel noise named by (sequence, absolute position) alone, which draft and target share.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax.errors import UserError
+from spec_jax.types import Keys
 
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy everywhere: draft, verification, bonus
 
 # Purposes of the draws of one round; each is a stream of its own.
 DRAFT, ACCEPT, RESIDUAL, BONUS = range(4)
+
+# Folded into a row's key in front of the positions of the coupled noise; no position is as large,
+# so that it meets no round's key.
+_COUPLED = 2**31 - 1
 
 _BLOCK = 256  # width of the second level of the inverse-CDF search
 
@@ -31,26 +38,58 @@ class Sampling:
     top_p: keep the smallest set of most probable ids whose mass reaches top_p (after temperature).
     top_k: keep the k most probable ids; 0 keeps all. Ids as probable as the last one kept stay too,
       here and in top_p.
+    min_p: keep the ids that are at least min_p times as probable as the most probable one, of what
+      top_k and top_p left; 0 keeps all.
+    bias: (id, value) pairs added to the raw logits before everything else, under greedy too; -inf
+      bans an id.
+    coupled: tokens are drawn as argmax(log p + Gumbel noise of their position).
   """
 
   greedy: bool = True
   top_p: float = 1.0
   top_k: int = 0
+  min_p: float = 0.0
+  bias: tuple[tuple[int, float], ...] = ()
+  coupled: bool = False
 
   def __post_init__(self):
     if not 0 < self.top_p <= 1:
       raise UserError(f"top_p={self.top_p} must be in (0, 1]")
     if self.top_k < 0:
       raise UserError(f"top_k={self.top_k} must be >= 0")
+    if not 0 <= self.min_p <= 1:
+      raise UserError(f"min_p={self.min_p} must be in [0, 1]")
+    for i, value in self.bias:
+      if not value < math.inf:
+        raise UserError(f"bias of id {i} is {value}, neither a finite number nor -inf")
+
+
+def biased(
+    logits: Float[Array, "*n V"], sampling: Sampling, places: Int[Array, " W"] | None = None,
+) -> Float[Array, "*n V"]:
+  """The logits with the configured bias.
+
+  Args:
+    logits: raw.
+    sampling: reads `bias`.
+    places: where each id stands in the logits, V or more for one that is not there; by default an
+      id is its own place.
+  """
+  if not sampling.bias:
+    return logits
+  ids = jnp.asarray([i for i, _ in sampling.bias])
+  values = jnp.asarray([value for _, value in sampling.bias], logits.dtype)
+  return logits.at[..., ids if places is None else places[ids]].add(values, mode="drop")
 
 
 def probabilities(
     logits: Float[Array, "B *n V"], sampling: Sampling, temperature: Float[Array, " B"],
 ) -> Float[Array, "B *n V"]:
-  """The float32 distribution that is sampled from: temperature, then top-k, then top-p.
+  """The distribution that is sampled from: bias, temperature, top-k, top-p, min-p, in that order.
 
   A row whose temperature is below GREEDY_BELOW gets the one-hot of its argmax (lowest id on ties).
   """
+  logits = biased(logits, sampling)
   warm = temperature.reshape(-1, *[1] * (logits.ndim - 1))
   cold = warm < GREEDY_BELOW
   scores = logits.astype(jnp.float32) / jnp.where(cold, 1.0, warm)
@@ -64,6 +103,10 @@ def probabilities(
     # The first always stays: a top_p below the smallest float32 is 0 here.
     within = (before < sampling.top_p) | (jnp.arange(ordered.shape[-1]) == 0)
     least = jnp.min(jnp.where(within, ordered, jnp.inf), axis=-1, keepdims=True)
+    kept = jnp.where(probs >= least, probs, 0.0)
+    probs = kept / jnp.sum(kept, axis=-1, keepdims=True)
+  if sampling.min_p > 0:
+    least = sampling.min_p * jnp.max(probs, axis=-1, keepdims=True)
     kept = jnp.where(probs >= least, probs, 0.0)
     probs = kept / jnp.sum(kept, axis=-1, keepdims=True)
   best = argmax(logits)[..., None]
@@ -125,14 +168,37 @@ def row_keys(seed: int | Array, sequence: Int[Array, " B"]) -> Array:
   return jax.vmap(lambda i: jax.random.fold_in(jax.random.key(seed), i))(sequence)
 
 
-def round_keys(rows: Array, start: Int[Array, " B"]) -> Array:
-  """One key per row and round, folded from the position at which the round starts."""
-  return jax.vmap(jax.random.fold_in)(rows, start)
+def round_keys(rows: Array, start: Int[Array, " B"]) -> Keys:
+  """The keys of the round that begins at absolute position `start` of each row."""
+  return Keys(rows, start)
 
 
-def uniforms(keys: Array, purpose: int, count: int) -> Float[Array, "B count"]:
-  """One uniform in [0, 1) per row and place of the block, from the stream of one purpose."""
-  def row(key):
-    stream = jax.random.fold_in(key, purpose)
+def uniforms(keys: Keys, purpose: int, count: int) -> Float[Array, "B count"]:
+  """One uniform in [0, 1) per row and place of the block, from the stream of one purpose.
+
+  The start of the round is part of the name: a position that is drafted again after a rejection
+  gets new numbers (`block` is biased without that).
+  """
+  def row(key, start):
+    stream = jax.random.fold_in(jax.random.fold_in(key, start), purpose)
     return jax.vmap(lambda j: jax.random.uniform(jax.random.fold_in(stream, j)))(jnp.arange(count))
-  return jax.vmap(row)(keys)
+  return jax.vmap(row)(keys.rows, keys.start)
+
+
+def gumbel(keys: Keys, places: Int[Array, " n"], width: int) -> Float[Array, "B n width"]:
+  """Standard Gumbel noise for each id, at places of the block counted from the round's start.
+
+  Named by sequence and absolute position: the same for draft and target, in every round and at
+  every draft length (Gumbel coupling, 2408.07978).
+  """
+  def row(key, start):
+    stream = jax.random.fold_in(key, _COUPLED)
+    at = lambda j: jax.random.gumbel(jax.random.fold_in(stream, start + j), (width,), jnp.float32)
+    return jax.vmap(at)(places)
+  return jax.vmap(row)(keys.rows, keys.start)
+
+
+def draw_coupled(
+    probs: Float[Array, "*n V"], noise: Float[Array, "*n V"]) -> Int[Array, "*n"]:
+  """argmax of log p + noise: a sample of p, and the same one for equal p and noise."""
+  return argmax(jnp.log(probs) + noise)

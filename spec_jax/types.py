@@ -48,19 +48,32 @@ class DecoderOutput:
 
 
 @pytree
+class Keys:
+  """What the random draws of one round are named by, so that they depend on nothing else.
+
+  Attributes:
+    rows: [B] one key per sequence id.
+    start: [B] absolute position of the first token that the round commits.
+  """
+
+  rows: jax.Array
+  start: Int[Array, " B"]
+
+
+@pytree
 class Context:
   """The committed part of a decode, as a drafter sees it.
 
   Attributes:
     tokens: [B, S] committed ids, row b valid below length[b].
     length: [B] committed tokens; the last of them is not yet in the target's cache.
-    keys: [B] one key per row for the draws of this round (sequence and round folded in).
+    keys: of the draws of this round.
     temperature: [B] sampling temperature of each row.
   """
 
   tokens: Int[Array, "B S"]
   length: Int[Array, " B"]
-  keys: jax.Array
+  keys: Keys
   temperature: Float[Array, " B"]
 
 

@@ -27,9 +27,10 @@ def context(rows, temperature=0.0, capacity=40, fill=63):
   tokens = np.full((len(rows), capacity), fill, np.int32)
   for b, row in enumerate(rows):
     tokens[b, :len(row)] = row
-  keys = sampling.row_keys(0, jnp.arange(len(rows)))
-  return Context(jnp.asarray(tokens), jnp.asarray([len(r) for r in rows], jnp.int32), keys,
-                 jnp.full(len(rows), temperature, jnp.float32))
+  length = jnp.asarray([len(r) for r in rows], jnp.int32)
+  keys = sampling.round_keys(sampling.row_keys(0, jnp.arange(len(rows))), length)
+  return Context(
+      jnp.asarray(tokens), length, keys, jnp.full(len(rows), temperature, jnp.float32))
 
 
 # ngram.

@@ -498,6 +498,26 @@ def test_no_prompts_give_no_rows():
   assert out.tokens == out.texts == out.records == []
 
 
+def test_a_biased_id_never_appears(prompts, plain):
+  """CASE 14: the id that greedy would choose and the drafter proposes."""
+  banned = plain.tokens[0][1]
+  for value in (-100.0, float("-inf")):
+    for temperature in (0.0, 1.0):
+      for drafter in (None, tiny.self_drafter()):
+        out = decode(drafter, prompts, bias={banned: value}, temperature=temperature)
+        assert not any(banned in row for row in out.tokens)
+  assert decode(tiny.self_drafter(), prompts, bias={banned: -100.0}).tokens == decode(
+      None, prompts, bias={banned: -100.0}).tokens
+
+
+def test_arguments_that_mean_nothing_pass_and_unknown_ones_do_not(prompts, plain):
+  neutral = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
+                 min_new_tokens=0)
+  assert decode(None, prompts[:4], **neutral).tokens == plain.tokens[:4]
+  with pytest.raises(TypeError, match="'best_of'"):
+    decode(None, prompts[:4], best_of=2)
+
+
 @pytest.mark.parametrize("options,message", [
     ({"prompts": [[]]}, "prompt 0 is empty"), ({"prompts": [[5], ""]}, "prompt 1 is empty"),
     ({"prompts": [[5, 64]]}, "prompt 0 holds id 64"), ({"prompts": [[-1]]}, "holds id -1"),
@@ -511,6 +531,11 @@ def test_no_prompts_give_no_rows():
     ({"temperature": 1.0, "rule": "greedy"}, "rule='greedy'"), ({"top_p": 0}, "top_p=0"),
     ({"top_k": -2}, "top_k=-2"), ({"stop": [""]}, "stop holds an empty string"),
     ({"stop": ["x<|im_end|>"]}, "control token '<|im_end|>'"), ({"temperature": 1e39}, "1e.39"),
+    ({"min_p": 2.0}, "min_p=2.0"), ({"bias": {64: 1.0}}, "bias holds id 64"),
+    ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 is not supported"),
+    ({"presence_penalty": 0.1}, "presence_penalty=0.1"),
+    ({"frequency_penalty": 0.1}, "frequency_penalty=0.1"),
+    ({"min_new_tokens": 3}, "min_new_tokens=3"),
     ({"sequence_ids": [1, 2]}, "sequence_ids has 2 entries"), ({"sequence_ids": [-1]}, "holds -1"),
     ({"max_length": 0}, "max_length=0")])
 def test_bad_arguments_are_named(options, message):

@@ -48,6 +48,26 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
   np.testing.assert_allclose(law(np.log(p), top_p=top_p), expected / expected.sum(), atol=1e-6)
 
 
+@pytest.mark.parametrize("min_p,kept", [(0.0, 4), (0.1, 4), (0.2, 3), (0.5, 2), (0.7, 1), (1.0, 1)])
+def test_min_p_keeps_what_is_near_the_best(min_p, kept):
+  p = np.array([0.125, 0.5, 0.07, 0.305])
+  expected = np.where(np.isin(np.arange(4), np.argsort(-p)[:kept]), p, 0)
+  np.testing.assert_allclose(law(np.log(p), min_p=min_p), expected / expected.sum(), atol=1e-6)
+
+
+def test_bias_comes_first_and_counts_under_greedy():
+  """CASE 14."""
+  logits = np.array([1.0, 3.0, 2.0, 0.0])
+  found = law(logits, 2.0, bias=((1, -100.0), (3, 1.5)))
+  np.testing.assert_allclose(found, softmax(np.array([1.0, -97.0, 2.0, 1.5]) / 2), atol=1e-6)
+  np.testing.assert_array_equal(law(logits, 0.0, bias=((1, -100.0),)), [0, 0, 1, 0])
+  assert law(logits, 1.0, bias=((1, -np.inf),))[1] == 0
+  settings = Sampling(bias=((5, 2.0), (7, 1.0)))
+  places = jnp.asarray([9, 9, 9, 9, 9, 1, 9, 9])  # ids 5 at place 1; 7 is not there
+  np.testing.assert_array_equal(
+      sampling.biased(jnp.zeros((2, 3)), settings, places), [[0, 2, 0], [0, 2, 0]])
+
+
 def test_top_p_comes_after_temperature_and_top_k():
   p = np.array([0.4, 0.3, 0.2, 0.1])
   # Two ids are left by top-k with 4/7 and 3/7; 0.5 of that is reached by the first alone.
@@ -90,7 +110,10 @@ def test_temperatures_of_one_batch_do_not_mix():
 
 @pytest.mark.parametrize("settings,named", [
     ({"top_p": 0.0}, "top_p=0.0"), ({"top_p": 1.5}, "top_p=1.5"),
-    ({"top_p": float("nan")}, "top_p=nan"), ({"top_k": -1}, "top_k=-1")])
+    ({"top_p": float("nan")}, "top_p=nan"), ({"top_k": -1}, "top_k=-1"),
+    ({"min_p": -0.1}, "min_p=-0.1"), ({"min_p": float("nan")}, "min_p=nan"),
+    ({"bias": ((4, float("inf")),)}, "bias of id 4"),
+    ({"bias": ((4, float("nan")),)}, "bias of id 4")])
 def test_settings_out_of_range_are_named(settings, named):
   with pytest.raises(UserError, match=named):
     Sampling(False, **settings)

@@ -12,6 +12,7 @@ import typing
 from dataclasses import dataclass, field
 
 from spec_jax.errors import UserError
+from spec_jax.verify import RULES
 
 
 @dataclass(slots=True)
@@ -99,7 +100,7 @@ class EvaluateConfig:
   path: str = ""  # JSONL of other prompts than the prompts stage kept for evaluation
   draft_len: int = 5
   temperatures: tuple[float, ...] = (0.0, 1.0)
-  rule: str = "ratio"  # at temperatures above zero; at zero it is greedy
+  rules: tuple[str, ...] = ("ratio",)  # at temperatures above zero; at zero it is greedy
   dtype: str = "bfloat16"  # of the acceptance runs
   identity_dtype: str = "float32"  # of the comparison of greedy outputs with same-shape ones
   identity_per_category: int = 0  # prompts of it; 0 for all
@@ -156,7 +157,7 @@ _ONE_OF = {
     "target.dtype": DTYPES, "train.dtype": DTYPES, "evaluate.dtype": DTYPES,
     "evaluate.identity_dtype": DTYPES,
     "evaluate.drafter_dtype": DTYPES, "drafter.kind": ("small_lm",), "train.loss": ("fkl",),
-    "drafter.init": ("target", "random"), "evaluate.rule": ("ratio",)}
+    "drafter.init": ("target", "random")}
 _SHARES = {  # field -> zero allowed
     "prompts.max_dropped_share": True, "prompts.self_written_top_p": False,
     "generate.top_p": False, "train.warmup": True, "train.final_lr": True, "train.beta2": False}
@@ -185,6 +186,9 @@ def validate(cfg: Config) -> None:
   if not set(cfg.evaluate.speed_dtypes) <= set(DTYPES):
     raise UserError(
         f"evaluate.speed_dtypes={cfg.evaluate.speed_dtypes} must be among {', '.join(DTYPES)}")
+  known = [name for name in RULES if name != "greedy"]
+  if not cfg.evaluate.rules or not set(cfg.evaluate.rules) <= set(known):
+    raise UserError(f"evaluate.rules={cfg.evaluate.rules} must be among {', '.join(known)}")
   layers = cfg.drafter.init_layers
   if not layers or min(layers) < 0:
     raise UserError(f"drafter.init_layers={layers} must name target layers, 0-based, at least one")

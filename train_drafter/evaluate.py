@@ -139,7 +139,7 @@ def run(cfg: Config, workdir: Path) -> Path:
     bench = Bench(cfg, workdir, target, prompts, ids)
     for heat, rule in settings(cfg) if kind == options.dtype else ():
       for name in (TRAINED, NGRAM, UNTRAINED):
-        with _clock(spent, f"acceptance {name} T={heat:g}"):
+        with _clock(spent, f"acceptance {name} T={heat:g} {rule}"):
           acceptance(bench, name, heat, rule)
     if kind == options.identity_dtype and options.same_shape:
       with _clock(spent, f"identity {kind}"):
@@ -180,26 +180,27 @@ def evaluation_prompts(cfg: Config, workdir: Path) -> list[dict]:
 
 def settings(cfg: Config) -> list[tuple[float, str]]:
   """(temperature, rule) of every acceptance run, coldest first."""
-  return [(float(t), "greedy" if t < sampling.GREEDY_BELOW else cfg.evaluate.rule)
-          for t in sorted(set(cfg.evaluate.temperatures))]
+  rules = lambda t: ("greedy",) if t < sampling.GREEDY_BELOW else dict.fromkeys(cfg.evaluate.rules)
+  return [(float(t), rule) for t in sorted(set(cfg.evaluate.temperatures)) for rule in rules(t)]
 
 
 # Acceptance.
 
 
-def records_path(workdir: Path, name: str, temperature: float) -> Path:
-  """Where the records of one drafter at one temperature lie."""
-  return workdir / STAGE / "parts" / f"{name}-T{temperature:g}.jsonl"
+def records_path(workdir: Path, name: str, temperature: float, rule: str) -> Path:
+  """Where the records of one drafter at one setting lie."""
+  return workdir / STAGE / "parts" / f"{name}-T{temperature:g}-{rule}.jsonl"
 
 
 def acceptance(bench: Bench, name: str, temperature: float, rule: str) -> list[dict]:
-  """Records of one drafter at one temperature; decoded unless they lie there already."""
-  path = records_path(bench.workdir, name, temperature)
+  """Records of one drafter at one setting; decoded unless they lie there already."""
+  path = records_path(bench.workdir, name, temperature, rule)
   if not path.exists():
     options = bench.cfg.evaluate
     members = bench.spread(options.untrained_per_category if name == UNTRAINED else 0)
     done = decode_all(
-        bench, bench.drafter(name), members, temperature, title=f"{name} T={temperature:g}")
+        bench, bench.drafter(name), members, temperature, rule,
+        title=f"{name} T={temperature:g} {rule}")
     rows = [{"id": bench.prompts[i]["id"], "category": bench.prompts[i]["category"],
              "records": row.records, "tokens": row.tokens} for i, row in sorted(done.items())]
     report.save_records(path, {name: {(temperature, rule): rows}})
@@ -207,7 +208,7 @@ def acceptance(bench: Bench, name: str, temperature: float, rule: str) -> list[d
 
 
 def decode_all(
-    bench: Bench, drafter: Drafter | None, members: Sequence[int], temperature: float, *,
+    bench: Bench, drafter: Drafter | None, members: Sequence[int], temperature: float, rule: str, *,
     title: str, force_reject: bool = False) -> dict[int, Finished]:
   """Decodes the prompts `members`, bucket by bucket, the rows refilled; by index."""
   options = bench.cfg.evaluate
@@ -215,9 +216,8 @@ def decode_all(
   members = sorted(members, key=lambda i: -len(bench.ids[i]))
   work = Run(
       bench.target, drafter, [bench.ids[i] for i in members], draft_len=options.draft_len,
-      temperature=temperature, rule=None if temperature < sampling.GREEDY_BELOW else options.rule,
-      max_new_tokens=options.max_new_tokens, seed=options.seed, batch_size=options.batch_size,
-      force_reject=force_reject, sequence_ids=members)
+      temperature=temperature, rule=rule, max_new_tokens=options.max_new_tokens, seed=options.seed,
+      batch_size=options.batch_size, force_reject=force_reject, sequence_ids=members)
   done: dict[int, Finished] = {}
   with Bar(title, total=len(members)) as bar:
     for group in work.buckets().values():
@@ -236,7 +236,8 @@ def identity_of_batch(bench: Bench) -> list[dict]:
   def measure():
     everything = bench.spread(bench.cfg.evaluate.identity_per_category)
     decode = lambda title, **how: decode_all(
-        bench, bench.drafter(NGRAM), everything, 0.0, title=f"{title} {bench.target.dtype}", **how)
+        bench, bench.drafter(NGRAM), everything, 0.0, "greedy",
+        title=f"{title} {bench.target.dtype}", **how)
     ours = decode("speculative")
     theirs = decode("same-shape", force_reject=True)
     pairs = [(ours[i].tokens, theirs[i].tokens) for i in everything]
@@ -385,8 +386,8 @@ def collect(
   folder = workdir / STAGE
   options = cfg.evaluate
   rows = {
-      name: {(heat, rule): report.load_records(records_path(workdir, name, heat))[name][heat, rule]
-             for heat, rule in settings(cfg)}
+      name: {key: report.load_records(records_path(workdir, name, *key))[name][key]
+             for key in settings(cfg)}
       for name in (TRAINED, NGRAM, UNTRAINED)}
   parts = folder / "parts"
   speeds, identities = [], []

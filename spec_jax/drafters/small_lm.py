@@ -1,5 +1,6 @@
 """A small decoder of the target's own architecture, drafting K tokens autoregressively."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -86,21 +87,20 @@ class SmallLM(nnx.Module):
     logits, state = self._pass(state, tokens, two, target)
     u = sampling_lib.uniforms(context.keys, sampling_lib.DRAFT, draft_len)
     pick = functools.partial(
-        self._pick, sampling=sampling, temperature=context.temperature,
-        width=target.config.vocab_size)
-    first, probs = pick(logits, u[:, 0])
+        self._pick, context=context, sampling=sampling, width=target.config.vocab_size)
+    first, probs = pick(logits, jnp.int32(0), u[:, 0])
 
     def step(carry, inputs):
       state, token = carry
       offset, u = inputs
       logits, state = self._pass(state, token[:, None], (length + offset)[:, None], target)
-      token, probs = pick(logits, u)
+      token, probs = pick(logits, offset + 1, u)
       return (state, token), (token, probs)
 
     (state, _), (rest, rest_probs) = jax.lax.scan(
         step, (state, first), (jnp.arange(draft_len - 1), u[:, 1:].T))
     drafted = jnp.concatenate([first[:, None], rest.T], 1)
-    if sampling.greedy:
+    if probs is None:
       return Proposal(drafted, None), state
     all_probs = jnp.concatenate([probs[:, None], rest_probs.transpose(1, 0, 2)], 1)
     return Proposal(drafted, all_probs), state
@@ -128,12 +128,20 @@ class SmallLM(nnx.Module):
       logits = jnp.where(jnp.arange(logits.shape[-1]) < real, logits, -jnp.inf)
     return logits, out.cache
 
-  def _pick(self, logits, u, sampling: Sampling, temperature, width):
-    """A token per row and the q it came from, as wide as the target's p (None under greedy)."""
+  def _pick(self, logits, place, u, context: Context, sampling: Sampling, width):
+    """The token per row at a place of the block and the q it came from, as wide as the target's p
+    (None where no rule asks for it)."""
+    places = self.draft_place[...] if hasattr(self, "draft_ids") else None
+    logits = sampling_lib.biased(logits, sampling, places)
+    sampling = dataclasses.replace(sampling, bias=())
     if sampling.greedy:
       return self._full_id(sampling_lib.argmax(logits)), None
-    probs = sampling_lib.probabilities(logits, sampling, temperature)
-    return self._full_id(sampling_lib.draw(probs, u)), self._full_probs(probs, width)
+    probs = sampling_lib.probabilities(logits, sampling, context.temperature)
+    full = self._full_probs(probs, width)
+    if sampling.coupled:  # with the target's own noise, id by id
+      noise = sampling_lib.gumbel(context.keys, place[None], width)[:, 0]
+      return sampling_lib.draw_coupled(full, noise), None
+    return self._full_id(sampling_lib.draw(probs, u)), full
 
   def _full_id(self, place):
     return self.draft_ids[...][place] if hasattr(self, "draft_ids") else place

@@ -38,7 +38,7 @@ BAD = [
     ("train.teacher_temperature", INF), ("train.chunk", 0), ("train.validation", 0),
     ("train.eval_every", -1), ("train.keep", 0), ("train.profile", "yes"), ("train.seed", -1),
     ("evaluate.draft_len", 0), ("evaluate.temperatures", ()), ("evaluate.temperatures", (-0.5,)),
-    ("evaluate.rule", "typical"), ("evaluate.identity_dtype", ""), ("evaluate.dtype", "fp32"),
+    ("evaluate.rules", ("greedy",)), ("evaluate.identity_dtype", ""), ("evaluate.dtype", "fp32"),
     ("evaluate.drafter_dtype", "f"), ("evaluate.speed_dtypes", ("float32", "int4")),
     ("evaluate.max_new_tokens", 0), ("evaluate.batch_size", 0),
     ("evaluate.untrained_per_category", -1), ("evaluate.identity_per_category", -1),
