@@ -5,12 +5,13 @@ drafter and setting (a stopped stage goes on with the missing ones), one of spee
 each dtype, and from them report.json and report.md, which are also printed.
 
 Identity is measured twice. Over all evaluation prompts (or identity_per_category of them, since it
-is the dearest part) in float32, batched: the text of the same-shape baseline (every draft refused,
-in the executable that decodes speculatively) against the speculative text. And on the prompts that
-are timed one by one, for each dtype: the very decodes whose speed is reported, against plain
-decoding and, for the other dtypes, against the same-shape baseline.
+is the dearest part) in float32, batched: the certificate of `spec_jax.audit`, also written to
+certificate.json and certificate.md. And on the prompts that are timed one by one, for each dtype:
+the very decodes whose speed is reported, against plain decoding and, for the other dtypes, against
+the same-shape baseline.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,13 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 import spec_jax
+from spec_jax import audit, identity, sampling
 from spec_jax import drafters as drafters_lib
 from spec_jax import records as metrics
-from spec_jax import sampling
 from spec_jax.drafters import Drafter
 from spec_jax.errors import UserError
 from spec_jax.generate import Finished, Run, encode_prompt
@@ -47,9 +46,7 @@ TRAINED, NGRAM, UNTRAINED = "small_lm", "ngram", "untrained"
 _WIDTH = 32  # prefill widths are multiples of it
 _COST_REPEATS = 11
 _LEAST_TIMED = 8  # rounds' worth of tokens below which a decode is too short to time
-# Two logits closer than this may swap between a pass of width 1 and one of width K + 1: twice the
-# measured difference, and never more than the cap.
-_TOLERANCE_CAP = {"float32": 1e-3, "bfloat16": 0.5}
+_PROBED = 4  # prompts whose text the rounding between pass widths is measured with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,20 +229,32 @@ def decode_all(
 
 
 def identity_of_batch(bench: Bench) -> list[dict]:
-  """Greedy text of many prompts against the same-shape baseline, with the ngram drafter."""
+  """The certificate of the trained drafter over many prompts, and its row of the report."""
   def measure():
-    everything = bench.spread(bench.cfg.evaluate.identity_per_category)
-    decode = lambda title, **how: decode_all(
-        bench, bench.drafter(NGRAM), everything, 0.0, "greedy",
-        title=f"{title} {bench.target.dtype}", **how)
-    ours = decode("speculative")
-    theirs = decode("same-shape", force_reject=True)
-    pairs = [(ours[i].tokens, theirs[i].tokens) for i in everything]
+    options, members = bench.cfg.evaluate, bench.spread(bench.cfg.evaluate.identity_per_category)
+    bars: dict[str, Bar] = {}
+    with contextlib.ExitStack() as stack:
+      def count(way, row):
+        if way not in bars:
+          bars[way] = stack.enter_context(
+              Bar(f"{way} {bench.target.dtype}", total=len(members)))
+        bars[way].advance(1, amount=len(row.tokens))
+
+      certificate, _ = audit.audit(
+          bench.target, bench.drafter(TRAINED), [bench.ids[i] for i in members],
+          draft_len=options.draft_len, max_new_tokens=options.max_new_tokens,
+          batch_size=options.batch_size, names=[bench.prompts[i]["id"] for i in members],
+          on_finish=count)
+    audit.write(certificate, bench.workdir / STAGE)
     return [{
-        "dtype": bench.target.dtype, "drafter": NGRAM, "prompts": len(pairs),
-        "identical_same_shape": metrics.identical_share(*zip(*pairs, strict=True)),
-        "identical_width_1": None, "batch_size": bench.cfg.evaluate.batch_size,
-        "decode": "batched"}]
+        "dtype": bench.target.dtype, "drafter": TRAINED, "prompts": len(members),
+        "identical_same_shape": certificate["identical_same_shape"] / len(members),
+        "identical_width_1": certificate["identical_width_1"] / len(members),
+        "batch_size": options.batch_size, "decode": "batched", "verdict": certificate["verdict"],
+        "tolerance": certificate["tolerance"], "dead_drafter": certificate["warnings"],
+        "divergences": [
+            {"id": d["prompt"], **{k: d[k] for k in ("equal_tokens", "margin", "within_tolerance")}}
+            for d in certificate["differences"] if d["against"] == "width 1"]}]
 
   return _kept(bench.workdir / STAGE / "parts" / "identity.json", measure)
 
@@ -289,7 +298,10 @@ def _measure_speed(bench: Bench) -> dict[str, list[dict]]:
   if not enough:
     print(f"{STAGE}: every one of {len(members)} timed answers has at most {_LEAST_TIMED} tokens, "
           "too few to time: no speed in the report")
-  tolerance = rounding_tolerance(bench, members)
+  # Of the prompts' own text, not of the answers that are judged.
+  texts = sorted((bench.ids[i] for i in members), key=len)[-_PROBED:]
+  tolerance = identity.rounding_tolerance(
+      bench.target, [text[:64] for text in texts], options.draft_len)
   speeds, identities = [], []
   for name in sides:
     ours, theirs = ([clock[n][k][0] / clock[n][k][1] for k in enough] for n in (name, "plain"))
@@ -319,61 +331,16 @@ def _pooled(clock: Sequence[tuple[int, float]]) -> float:
 def divergences(
     bench: Bench, members: Sequence[int], ours: Sequence[list[int]], theirs: Sequence[list[int]],
     tolerance: float) -> list[dict]:
-  """Where texts part: prompt, length of the equal part, and the target's margin there.
-
-  The margin lies between the best logit and the worse of the two tokens that were emitted, in a
-  pass over the whole prefix; above the tolerance the difference is no rounding but an error.
-  """
+  """Where texts part: prompt, length of the equal part, the target's margin there, and whether
+  rounding between the widths explains it."""
+  width = bench.width(members) + bench.cfg.evaluate.max_new_tokens
   out = []
   for i, a, b in zip(members, ours, theirs, strict=True):
-    if a == b:
-      continue
-    same = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
-                min(len(a), len(b)))
-    logits = _prefix_logits(bench, bench.width(members), bench.ids[i] + b[:same])
-    emitted = [text[same] for text in (a, b) if same < len(text)]
-    margin = float(np.max(logits) - np.min(logits[emitted]))
-    out.append({"id": bench.prompts[i]["id"], "equal_tokens": same, "margin": margin,
-                "within_tolerance": margin <= tolerance})
+    if a != b:
+      found = identity.divergence(bench.target, bench.ids[i], a, b, width)
+      out.append({"id": bench.prompts[i]["id"], "equal_tokens": found["equal_tokens"],
+                  "margin": found["margin"], "within_tolerance": found["margin"] <= tolerance})
   return out
-
-
-def rounding_tolerance(bench: Bench, tested: Sequence[int]) -> float:
-  """Twice the largest logit difference between passes of width 1 and of width K + 1 over the same
-  text, at most the cap of the dtype.
-
-  The text is the second half of the longest prompt that is not among the tested ones (of them all,
-  where every prompt is tested).
-  """
-  width = bench.cfg.evaluate.draft_len + 1
-  others = [i for i in range(len(bench.ids)) if i not in tested] or list(tested)
-  longest = max(others, key=lambda i: len(bench.ids[i]))
-  half = (len(bench.ids[longest]) + 1) // 2
-  prompt, tokens = bench.ids[longest][:half], bench.ids[longest][half:]
-  count = len(tokens) // width * width
-  if count == 0:
-    return 0.0
-  single = speed.Single(bench.target, None, 0, bench.width([longest]), width)
-  worst = 0.0
-  program, params, state = single.prefilled(prompt)
-  one, wide = state.cache, jax.tree.map(jnp.copy, state.cache)
-  start = len(prompt)
-  for at in range(0, min(count, 4 * width), width):
-    block = jnp.asarray([list(tokens[at:at + width])], jnp.int32)
-    both, wide = speed.block_logits(program, params, wide, block, jnp.asarray([start + at + 1]))
-    for k in range(width):
-      row, one = speed.block_logits(
-          program, params, one, block[:, k:k + 1], jnp.asarray([start + at + k + 1]))
-      worst = max(worst, float(jnp.max(jnp.abs(row[:, 0] - both[:, k]))))
-  return min(2 * worst, _TOLERANCE_CAP[bench.target.dtype])
-
-
-def _prefix_logits(bench: Bench, size: int, ids: Sequence[int]) -> np.ndarray:
-  """Logits [V] behind `ids`, a prompt of at most `size` tokens and its answer, from one pass."""
-  padded = np.zeros((1, size + bench.cfg.evaluate.max_new_tokens), np.int32)
-  padded[0, :len(ids)] = ids
-  return np.asarray(speed.last_logits(
-      bench.target.graph, bench.target.params, padded, jnp.asarray(len(ids) - 1)))
 
 
 # The report.

@@ -138,7 +138,7 @@ def measure(
 
 def _reduced(workdir: Path, ids: Sequence[str], group) -> dict[str, Any] | None:
   """What the evaluation recorded for the same prompts at T=0; None where it did not decode so."""
-  path = records_path(workdir, TRAINED, 0.0)
+  path = records_path(workdir, TRAINED, 0.0, "greedy")
   if not path.exists():
     return None
   rows = {r["id"]: r["records"] for r in report.load_records(path)[TRAINED][0.0, "greedy"]}

@@ -22,6 +22,7 @@ from typing import Any
 
 from spec_jax import records as metrics
 from spec_jax.errors import UserError
+from spec_jax.identity import CAUSES
 from spec_jax.records import RowRecords
 from train_drafter import manifest
 from train_drafter.report_schema import (
@@ -188,7 +189,7 @@ def _acceptance_warnings(drafter: str, settings: Sequence[dict],
                                                                  untrained["all"]["tau"])
       if ours is not None and floor is not None and ours <= floor:
         out.append(f"at {where} {drafter} is at the floor: tau {tau_text(group)} against "
-                   f"{tau_text(untrained['all'])} of its untrained self")
+                   f"{tau_text(untrained['all'])} of its untrained self; {CAUSES}")
       behind = [name for name, own in entry["categories"].items()
                 if name in untrained["categories"] and own["tau"] is not None
                 and own["tau"] <= (untrained["categories"][name]["tau"] or 0)]
@@ -255,6 +256,7 @@ def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: i
     estimates = [training_estimate] if isinstance(training_estimate, dict) else training_estimate
   estimates = _check_estimates(estimates, settings, warnings)
   for row in identity:
+    warnings += row.get("dead_drafter", ())
     same = row.get("identical_same_shape")
     if row.get("dtype") == "float32" and same is not None and same < 1:
       warnings.append(f"float32 outputs with {row.get('drafter')} differ from same-shape plain "

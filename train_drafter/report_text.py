@@ -184,7 +184,7 @@ def identity_lines(report: dict) -> list[str]:
       rounding = sum(d["within_tolerance"] for d in apart)
       line += (f"; {rounding} of {len(apart)} differences at a tie within rounding "
                f"({r['tolerance']:.2g})")
-    lines.append(line)
+    lines.append(f"{r['verdict']}: {line}" if r.get("verdict") else line)
   return lines
 
 

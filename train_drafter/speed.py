@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Int
 
 from spec_jax import decode
@@ -170,21 +169,3 @@ def costs(
   return {name: {"draft_cost": median[name] / median["plain"],
                  "verify_cost": median["verify"] / median["plain"],
                  "plain_step_s": median["plain"] / count} for name in singles}
-
-
-@functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("cache",))
-def block_logits(program: decode.Program, params: Any, cache: Any, block: Int[Array, "B W"],
-                 length: Int[Array, " B"]):
-  """Logits [B, W, V] of a block that begins at position length - 1, and the cache."""
-  target, _ = decode.merge(program, params)
-  positions = (length - 1)[:, None] + jnp.arange(block.shape[1])
-  out = target.hidden(block, positions, cache)
-  return target.logits(out.hidden), out.cache
-
-
-@functools.partial(jax.jit, static_argnames=("graph",))
-def last_logits(graph: Any, params: Any, tokens: Int[Array, "1 T"], at: Int[Array, ""]):
-  """Logits [V] at position `at`, from a pass over the whole text."""
-  target = nnx.merge(graph, params)
-  out = target.hidden(tokens, jnp.arange(tokens.shape[1])[None])
-  return target.logits(out.hidden[0, at])

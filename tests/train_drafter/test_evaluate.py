@@ -91,18 +91,21 @@ def test_greedy_text_is_the_same_for_every_drafter(bench):
 
 
 def test_identity_counts_a_changed_answer(bench, monkeypatch):
-  decode = evaluate.decode_all
+  real = evaluate.audit.Run.bucket
 
-  def changed(*args, force_reject=False, **options):
-    done = decode(*args, force_reject=force_reject, **options)
-    if not force_reject:
-      done[1].tokens[-1] += 1
-    return done
+  def changed(run, *args):
+    for row in real(run, *args):
+      if run.program.draft_len and not bool(run.force_reject) and row.index == 1:
+        row.tokens[-1] += 1
+      yield row
 
-  monkeypatch.setattr(evaluate, "decode_all", changed)
+  monkeypatch.setattr(evaluate.audit.Run, "bucket", changed)
   (bench.workdir / "evaluate" / "parts" / "identity.json").unlink()
   found, = evaluate.identity_of_batch(bench)
   assert found["prompts"] == 6 and found["identical_same_shape"] == pytest.approx(5 / 6)
+  assert found["verdict"] == "broken" and len(found["divergences"]) == 1
+  written = json.loads((bench.workdir / "evaluate" / "certificate.json").read_text())
+  assert written["verdict"] == "broken" and written["drafter"].endswith("drafter")
 
 
 def test_divergence_says_where_and_by_how_much(bench):
@@ -118,18 +121,6 @@ def test_divergence_says_where_and_by_how_much(bench):
   assert found["margin"] == pytest.approx(margin, abs=1e-4)
   assert found["within_tolerance"] is (found["margin"] <= 1e-3)
   assert evaluate.divergences(bench, [0], theirs, theirs, 1e-3) == []
-
-
-def test_tolerance_is_measured_and_small_in_float32(bench, monkeypatch):
-  assert 0 <= evaluate.rounding_tolerance(bench, [0]) <= 1e-3
-  # Of a prompt that is not tested, when there is one: the longest of them.
-  asked, width = [], Bench.width
-  monkeypatch.setattr(Bench, "width", lambda self, members: asked.append(members) or width(
-      self, members))
-  longest = max(range(len(bench.ids)), key=lambda i: len(bench.ids[i]))
-  evaluate.rounding_tolerance(bench, range(len(bench.ids)))
-  evaluate.rounding_tolerance(bench, [longest])
-  assert asked[0] == [longest] and asked[1] != [longest]
 
 
 def test_single_decodes_without_a_new_compilation(bench):

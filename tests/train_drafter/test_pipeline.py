@@ -49,6 +49,8 @@ def test_report_holds_what_is_promised(finished):
   assert made["settings"][0]["all"]["prompts"] == 6
   assert made["controls"]["untrained"]["settings"][0]["all"]["prompts"] == 3
   whole, *timed = made["identity"]
+  assert whole["verdict"] == "bitwise" and whole["drafter"] == "small_lm"
+  assert json.loads((workdir / "evaluate" / "certificate.json").read_text())["prompts"] == 6
   assert (whole["prompts"], whole["identical_same_shape"]) == (6, 1.0)
   assert [(r["drafter"], r["prompts"], r["identical_width_1"]) for r in timed] == [
       ("ngram", 3, 1.0), ("small_lm", 3, 1.0)]

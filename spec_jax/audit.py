@@ -1,0 +1,341 @@
+"""The identity certificate: does speculative decoding of these prompts give the target's own text?
+
+  python -m spec_jax.audit --target=demo --drafter=ngram --prompts=prompts.jsonl --out=certificate
+
+Decodes the prompts three times, greedily: speculatively, same-shape (the same executable, every
+draft refused) and plainly (width 1). Against same-shape equality is expected bit for bit wherever a
+row's logits depend neither on the other rows nor on the place in the block, which the probe looks
+at. Against width 1 a difference is excused where the competing logits lie within the rounding
+between the two widths, which is measured. Called by `train_drafter.evaluate` as well.
+"""
+
+import dataclasses
+import datetime
+import difflib
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import app, flags, logging
+
+from spec_jax import identity, platform
+from spec_jax import records as metrics
+from spec_jax.drafters import Drafter, load_drafter
+from spec_jax.errors import UserError
+from spec_jax.generate import Finished, Run, encode_prompt
+from spec_jax.target import DTYPES, Target, load_target
+
+SCHEMA_VERSION = 1
+VERDICTS = ("bitwise", "margin-bounded", "broken")
+_PROBED = 4  # prompts whose text the tolerance is measured with
+_RED, _GREEN, _PLAIN = "\x1b[31m", "\x1b[32m", "\x1b[0m"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decodes:
+  """One batch of prompts decoded three ways, by index of the prompt."""
+
+  speculative: dict[int, Finished]
+  same_shape: dict[int, Finished]
+  width_1: dict[int, Finished]
+
+
+# The certificate.
+
+
+def audit(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    draft_len: int = 5,
+    max_new_tokens: int = 128,
+    batch_size: int = 8,
+    names: Sequence[str] | None = None,
+    on_finish: Callable[[str, Finished], None] | None = None,
+) -> tuple[dict[str, Any], Decodes]:
+  """Decodes three ways and compares.
+
+  Args:
+    target: from `load_target`.
+    drafter: from `load_drafter`.
+    prompts: token ids.
+    draft_len: K.
+    max_new_tokens: budget of each answer.
+    batch_size: rows decoded together.
+    names: of the prompts in the certificate, by default their index.
+    on_finish: called with the way ("speculative", "same-shape", "width 1") and each row that ends.
+
+  Returns:
+    The certificate (JSON values; the fields are those of `page`), and the decodes behind it.
+
+  Raises:
+    UserError: as `generate`.
+  """
+  names = [str(i) for i in range(len(prompts))] if names is None else list(names)
+  # The longest prompts first: neighbours in the queue then need about the same prefill.
+  order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+
+  def decode(way, with_drafter, force_reject=False):
+    run = Run(
+        target, with_drafter, [prompts[i] for i in order], draft_len=draft_len,
+        max_new_tokens=max_new_tokens, batch_size=batch_size, force_reject=force_reject,
+        sequence_ids=order)
+    done = {}
+    for group in run.buckets().values():
+      widest = max(len(prompts[order[k]]) for k in group)
+      for row in run.bucket(-(-widest // identity.WIDTH) * identity.WIDTH, group):
+        done[order[row.index]] = row
+        if on_finish is not None:
+          on_finish(way, row)
+    return done
+
+  decodes = Decodes(
+      decode("speculative", drafter), decode("same-shape", drafter, True), decode("width 1", None))
+  width = -(-(max(map(len, prompts)) + max_new_tokens) // identity.WIDTH) * identity.WIDTH
+  # The prompts' own text, not the answers that are judged.
+  texts = [text[:64] for text in sorted(prompts, key=len)[-_PROBED:]]
+  tolerance = identity.rounding_tolerance(target, texts, draft_len)
+  differences = []
+  for against, theirs in (("same-shape", decodes.same_shape), ("width 1", decodes.width_1)):
+    for i in range(len(prompts)):
+      ours = decodes.speculative[i].tokens
+      if ours != theirs[i].tokens:
+        place = identity.divergence(target, prompts[i], ours, theirs[i].tokens, width)
+        differences.append({"prompt": names[i], "index": i, "against": against, **place,
+                            "within_tolerance": place["margin"] <= tolerance})
+  rows = [decodes.speculative[i].records for i in range(len(prompts))]
+  rows = [row for row in rows if row.rounds]
+  measured = metrics.tau(rows) if rows else float("nan")
+  predicted = identity.predicted_tau(
+      drafter, target, prompts, [decodes.speculative[i].tokens for i in range(len(prompts))],
+      draft_len)
+  acceptance = metrics.acceptance_rate(rows) if rows else float("nan")
+  certificate = {
+      "schema_version": SCHEMA_VERSION,
+      "verdict": verdict(differences),
+      "prompts": len(prompts),
+      "identical_same_shape": _equal(decodes.speculative, decodes.same_shape),
+      "identical_width_1": _equal(decodes.speculative, decodes.width_1),
+      "tolerance": tolerance,
+      "tolerance_cap": identity.TOLERANCE_CAP[target.dtype],
+      "differences": differences,
+      "probe": identity.probe(target, min(batch_size, len(prompts)), draft_len + 1, width),
+      "tau": metrics.to_plain(measured),
+      "predicted_tau": predicted,
+      "acceptance_rate": metrics.to_plain(acceptance),
+      "warnings": identity.dead_drafter(measured, acceptance, predicted) if rows else [],
+      "settings": {"draft_len": draft_len, "max_new_tokens": max_new_tokens,
+                   "batch_size": batch_size, "temperature": 0.0, "rule": "greedy"},
+      "target": target.name,
+      "target_weights": target.weight_hash,
+      "drafter": drafter.name,
+      "dtype": target.dtype,
+      "backend": jax.default_backend(),
+      "device": jax.devices()[0].device_kind,
+      "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")},
+      "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+  }
+  return certificate, decodes
+
+
+def verdict(differences: Sequence[dict[str, Any]]) -> str:
+  """"broken" with a difference above the tolerance, "bitwise" when none is to same-shape decoding,
+  "margin-bounded" otherwise."""
+  if not all(place["within_tolerance"] for place in differences):
+    return "broken"
+  if any(place["against"] == "same-shape" for place in differences):
+    return "margin-bounded"
+  return "bitwise"
+
+
+def _equal(ours: dict[int, Finished], theirs: dict[int, Finished]) -> int:
+  return sum(ours[i].tokens == theirs[i].tokens for i in ours)
+
+
+def page(certificate: dict[str, Any]) -> str:
+  """The certificate as Markdown."""
+  c, s = certificate, certificate["settings"]
+  yes = lambda value, size: "no dependence seen" if value else f"depends (up to {size:.2g})"
+  lines = [
+      f"# Identity certificate: {c['verdict']}", "",
+      f"{c['drafter']} drafting for {c['target']} ({c['dtype']}), K = {s['draft_len']}, greedy, "
+      f"{c['prompts']} prompts, up to {s['max_new_tokens']} new tokens, batch {s['batch_size']}.",
+      "", "| against | identical outputs |", "| --- | --- |",
+      f"| same-shape plain decoding | {c['identical_same_shape']} of {c['prompts']} |",
+      f"| plain decoding of width 1 | {c['identical_width_1']} of {c['prompts']} |", "",
+      f"Rounding tolerance {c['tolerance']:.3g} (measured; cap {c['tolerance_cap']:g}). "
+      f"Probe at {c['probe']['rows']} rows of width {c['probe']['width']}: on the other rows "
+      f"{yes(c['probe']['rows_independent'], c['probe']['rows_difference'])}; on the place in the "
+      f"block {yes(c['probe']['place_independent'], c['probe']['place_difference'])}.", "",
+      f"tau {_figure(c['tau'])}"
+      + (f" (the drafter's teacher-forced choices promise {c['predicted_tau']:.2f})"
+         if c["predicted_tau"] is not None else "")
+      + f", {_figure(c['acceptance_rate'], '.1%')} of the drafts accepted.", ""]
+  lines += [f"**Warning:** {text}\n" for text in c["warnings"]]
+  if c["differences"]:
+    lines += ["| prompt | against | equal tokens | margin | within tolerance |",
+              "| --- | --- | --- | --- | --- |"]
+    lines += [f"| {d['prompt']} | {d['against']} | {d['equal_tokens']} | {d['margin']:.3g} | "
+              f"{'yes' if d['within_tolerance'] else '**no**'} |" for d in c["differences"]]
+    lines.append("")
+  lines.append(f"{c['backend']} ({c['device']}), " + ", ".join(
+      f"{name} {version}" for name, version in c["versions"].items())
+      + f"; target weights {c['target_weights'][:16] or 'in memory'}; {c['created']}")
+  return "\n".join(lines) + "\n"
+
+
+def _figure(value: float | None, form: str = ".2f") -> str:
+  return "-" if value is None else format(value, form)
+
+
+# The command line.
+
+
+def read_prompts(path: str) -> list[tuple[str, Any]]:
+  """Name and prompt of each line of a file of JSON lines with "messages" or "prompt".
+
+  Raises:
+    UserError: the file cannot be read or is empty, or a line (by number) is neither.
+  """
+  try:
+    lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+  except (OSError, UnicodeDecodeError) as error:
+    raise UserError(f"--prompts={path}: {error}") from None
+  found = []
+  for number, line in enumerate(lines, 1):
+    if not line.strip():
+      continue
+    try:
+      row = json.loads(line)
+      prompt = row["messages"] if "messages" in row else row["prompt"]
+    except (ValueError, TypeError, KeyError):
+      raise UserError(f'{path}:{number}: not a JSON object with "messages" or "prompt"') from None
+    found.append((str(row.get("id", number)), prompt))
+  if not found:
+    raise UserError(f"--prompts={path}: no prompt")
+  return found
+
+
+def text_diff(ours: str, theirs: str, colour: bool) -> str:
+  """Both texts character by character from a little before the first difference on; what only the
+  first has is green (or in +{}), what only the second has is red (or in -{})."""
+  marks = {"+": (_GREEN, _PLAIN), "-": (_RED, _PLAIN)} if colour else {
+      "+": ("+{", "}"), "-": ("-{", "}")}
+  start = next((k for k, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+               min(len(ours), len(theirs)))
+  begin = max(0, start - 60)
+  a, b = ours[begin:start + 120], theirs[begin:start + 120]
+  out = ["..." if begin else ""]
+  for kind, i, j, k, m in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+    if kind == "equal":
+      out.append(a[i:j])
+      continue
+    for mark, piece in (("-", b[k:m]), ("+", a[i:j])):
+      if piece:
+        out.append(f"{marks[mark][0]}{piece}{marks[mark][1]}")
+  return "".join(out)
+
+
+def define_flags(values: flags.FlagValues) -> None:
+  """Defines the flags of this program in `values`."""
+  own = dict(flag_values=values)
+  flags.DEFINE_string("target", "demo", "as in load_target", **own)
+  flags.DEFINE_string("drafter", "ngram", "as in load_drafter", **own)
+  flags.DEFINE_string("prompts", None, 'JSON lines with "messages" or "prompt"', **own)
+  flags.DEFINE_integer("count", 0, "take the first prompts only; 0 for all", 0, **own)
+  flags.DEFINE_integer("draft_len", 5, "tokens drafted in each round", 1, **own)
+  flags.DEFINE_integer("max_new_tokens", 128, "the longest answer", 1, **own)
+  flags.DEFINE_integer("batch_size", 8, "rows decoded together", 1, **own)
+  flags.DEFINE_enum("dtype", "float32", list(DTYPES), "compute type", **own)
+  flags.DEFINE_string("out", "certificate", "folder for certificate.json and certificate.md", **own)
+
+
+def execute(values: flags.FlagValues) -> int:
+  """Audits, writes and prints; 1 when the verdict is "broken".
+
+  Raises:
+    UserError: a flag has a bad value or a file is not what it should be.
+  """
+  if values.prompts is None:
+    raise UserError("--prompts is needed: a file of JSON lines")
+  rows = read_prompts(values.prompts)
+  rows = rows[:values.count or len(rows)]
+  target = load_target(values.target, values.dtype)
+  drafter = load_drafter(values.drafter, target)
+  ids = [encode_prompt(target, prompt, i) for i, (_, prompt) in enumerate(rows)]
+  done: dict[str, int] = {}
+
+  def count(way, row):
+    done[way] = done.get(way, 0) + 1
+    end = "\n" if done[way] == len(ids) else ""
+    if sys.stderr.isatty() or end:
+      print(f"\r{way}: {done[way]} of {len(ids)}", end=end, file=sys.stderr, flush=True)
+
+  certificate, decodes = audit(
+      target, drafter, ids, draft_len=values.draft_len, max_new_tokens=values.max_new_tokens,
+      batch_size=values.batch_size, names=[name for name, _ in rows], on_finish=count)
+  folder = write(certificate, Path(values.out))
+  print(page(certificate))
+  if certificate["differences"]:
+    first = certificate["differences"][0]
+    other = decodes.same_shape if first["against"] == "same-shape" else decodes.width_1
+    texts = [target.tokenizer.decode(d[first["index"]].tokens)
+             for d in (decodes.speculative, other)]
+    print(f"prompt {first['prompt']}, speculative (+) against {first['against']} (-):")
+    print(text_diff(*texts, colour=sys.stdout.isatty()) + "\n")
+  print(f"{certificate['verdict']}: {folder}/certificate.json")
+  return 1 if certificate["verdict"] == "broken" else 0
+
+
+def write(certificate: dict[str, Any], folder: Path) -> Path:
+  """Writes certificate.json and certificate.md; returns the folder.
+
+  Raises:
+    UserError: it cannot be written.
+  """
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(certificate, indent=2, allow_nan=False) + "\n"
+    (folder / "certificate.json").write_text(text, encoding="utf-8")
+    (folder / "certificate.md").write_text(page(certificate), encoding="utf-8")
+  except OSError as error:
+    raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+  return folder
+
+
+def main() -> None:
+  """The command line: 0, 1 for a broken identity, 2 and one line for bad input."""
+  define_flags(flags.FLAGS)
+
+  def parse(argv):
+    try:
+      rest = flags.FLAGS(list(argv))
+    except flags.Error as error:
+      raise UserError(" ".join(str(error).split())) from None
+    if len(rest) > 1:
+      raise UserError(f"unexpected argument {rest[1]!r}; options start with --")
+    return flags.FLAGS
+
+  def run(values):
+    if not values["verbosity"].present:
+      logging.set_verbosity(logging.WARNING)
+    platform.configure()
+    sys.exit(execute(values))
+
+  try:
+    app.run(run, flags_parser=parse)
+  except UserError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+  except KeyboardInterrupt:
+    sys.exit(130)
+
+
+if __name__ == "__main__":
+  platform.tune_process()
+  main()

@@ -1,0 +1,227 @@
+"""The identity certificate: its verdicts, the probe, the tolerance, and dead drafters."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import flags
+
+from spec_jax import audit as audit_lib
+from spec_jax import drafters, identity
+from spec_jax import records as metrics
+from spec_jax.drafters.small_lm import SmallLM
+from spec_jax.errors import UserError
+from spec_jax.weights.safetensors import write_folder
+from tests import tiny
+
+OPTIONS = dict(draft_len=5, max_new_tokens=16, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+  return tiny.prompts(10)
+
+
+@pytest.fixture(scope="module")
+def made(prompts):
+  return audit_lib.audit(tiny.target(), tiny.weak_drafter(), prompts, **OPTIONS)
+
+
+def test_a_sound_decode_is_bitwise(made, prompts):
+  certificate, decodes = made
+  assert certificate["verdict"] == "bitwise" and certificate["differences"] == []
+  assert certificate["identical_same_shape"] == certificate["identical_width_1"] == len(prompts)
+  assert all(row.records.accepted.sum() == 0 for row in decodes.same_shape.values())
+  assert any(row.records.accepted.sum() > 0 for row in decodes.speculative.values())
+  assert certificate["settings"]["draft_len"] == 5 and certificate["dtype"] == "float32"
+  json.dumps(certificate, allow_nan=False)
+  text = audit_lib.page(certificate)
+  assert "certificate: bitwise" in text and "| same-shape plain decoding | 10 of 10 |" in text
+
+
+def test_the_promise_of_a_sound_drafter_is_kept(made):
+  """At temperature 0 hopping over the drafter's teacher-forced choices is what decoding does."""
+  certificate, decodes = made
+  rows = [row.records for row in decodes.speculative.values()]
+  assert certificate["tau"] == pytest.approx(metrics.tau(rows))
+  assert certificate["tau"] > 1.05
+  assert certificate["predicted_tau"] == pytest.approx(certificate["tau"], rel=0.02)
+  assert certificate["warnings"] == []
+
+
+def test_self_draft_promises_whole_blocks(prompts):
+  answers = [list(range(3, 3 + 13))] * len(prompts)
+  own = tiny.self_drafter()
+  plain = audit_lib.audit(tiny.target(), own, prompts[:4], **OPTIONS)[0]
+  # Fifteen tokens behind the prefill's: rounds of 6, 6 and 3.
+  assert plain["tau"] == plain["predicted_tau"] == pytest.approx(15 / 3)
+  # Answers that are not the target's promise little.
+  assert identity.predicted_tau(own, tiny.target(), prompts, answers, 5) < 2
+  ngram = drafters.load_drafter("ngram", tiny.target())
+  assert identity.predicted_tau(ngram, tiny.target(), prompts, answers, 5) is None
+
+
+class Deaf(SmallLM):
+  """A drafter whose cache has a hole where the prompt was."""
+
+  def observe(self, state, tokens, features, positions, valid, target):
+    return state
+
+
+def test_a_hole_in_the_cache_cannot_hide(prompts):
+  """All outputs are right and tau is low: only the promise tells."""
+  module = tiny.self_drafter().module
+  deaf = Deaf(module.config, lambda name: jnp.asarray(tiny.tensors(tiny.config())[name]))
+  drafter = drafters.wrap("small_lm", "deaf", deaf)
+  certificate, _ = audit_lib.audit(tiny.target(), drafter, [[7] * 12, *prompts[:3]], **OPTIONS)
+  assert certificate["verdict"] == "bitwise"
+  assert certificate["predicted_tau"] == pytest.approx(5) and certificate["tau"] < 4
+  assert "likely causes" in certificate["warnings"][0]
+  assert "Warning" in audit_lib.page(certificate)
+
+
+@pytest.mark.parametrize("measured,acceptance,predicted,count", [
+    (1.5, 0.1, 1.52, 0), (1.5, 0.1, None, 0), (1.39, 0.1, 1.5, 1), (1.0, 0.0, None, 1),
+    (1.0, 0.0, 1.5, 2), (1.41, 0.1, 1.5, 0)])
+def test_what_counts_as_dead(measured, acceptance, predicted, count):
+  assert len(identity.dead_drafter(measured, acceptance, predicted)) == count
+
+
+def place(against, within):
+  return {"against": against, "within_tolerance": within}
+
+
+@pytest.mark.parametrize("differences,expected", [
+    ([], "bitwise"), ([place("width 1", True)], "bitwise"),
+    ([place("width 1", True), place("same-shape", True)], "margin-bounded"),
+    ([place("width 1", False)], "broken"),
+    ([place("same-shape", True), place("same-shape", False)], "broken")])
+def test_verdicts(differences, expected):
+  assert audit_lib.verdict(differences) == expected
+
+
+# The command line.
+
+
+@pytest.fixture
+def arguments(tmp_path):
+  write_folder(tmp_path / "m", tiny.config(), tiny.tensors(tiny.config()), tiny.tokenizer())
+  path = tmp_path / "prompts.jsonl"
+  path.write_text('{"id": "a", "prompt": "hello"}\n\n{"prompt": "us 12"}\n'
+                  '{"messages": [{"role": "user", "content": "hello"}]}\n{"prompt": "tell"}\n')
+  return [f"--target={tmp_path / 'm'}", f"--prompts={path}", f"--out={tmp_path / 'c'}",
+          "--max_new_tokens=16", "--batch_size=4"]
+
+
+def execute(arguments):
+  values = flags.FlagValues()
+  audit_lib.define_flags(values)
+  values(["audit", *arguments])
+  return audit_lib.execute(values)
+
+
+def test_the_command_writes_both_files(arguments, tmp_path, capsys):
+  assert execute(arguments) == 0
+  made = json.loads((tmp_path / "c" / "certificate.json").read_text())
+  assert made["verdict"] == "bitwise" and made["prompts"] == 4
+  assert "certificate: bitwise" in (tmp_path / "c" / "certificate.md").read_text()
+  assert "bitwise: " in capsys.readouterr().out
+
+
+def test_a_wrong_token_is_broken_and_shown(arguments, monkeypatch, capsys):
+  right = audit_lib.Run.bucket
+
+  def wrong(run, *args):
+    for row in right(run, *args):
+      if run.program.draft_len and not bool(run.force_reject):
+        row.tokens[4] = (row.tokens[4] + 1) % tiny.VOCAB
+      yield row
+
+  monkeypatch.setattr(audit_lib.Run, "bucket", wrong)
+  assert execute(arguments) == 1
+  out = capsys.readouterr().out
+  assert "certificate: broken" in out and "| a | same-shape | 4 |" in out
+  assert "prompt a, speculative (+) against same-shape (-):" in out and "+{" in out and "-{" in out
+
+
+def test_the_diff_marks_what_differs():
+  shown = audit_lib.text_diff("one two three", "one too three", False)
+  assert shown == "one t-{o}+{w}o three" or shown == "one t+{w}o-{o} three"
+  coloured = audit_lib.text_diff("ab", "ac", True)
+  assert "\x1b[31mc\x1b[0m" in coloured and "\x1b[32mb\x1b[0m" in coloured
+  assert audit_lib.text_diff("x" * 100 + "a", "x" * 100 + "b", False).startswith("...xxx")
+
+
+@pytest.mark.parametrize("text,message", [
+    ("", "no prompt"), ("\n\n", "no prompt"), ("{}\n", ":1: not a JSON object"),
+    ('{"prompt": "x"}\n[1]\n', ":2: not a JSON object"), ("oops\n", ":1: not a JSON object")])
+def test_bad_prompt_files(tmp_path, text, message):
+  (tmp_path / "p.jsonl").write_text(text)
+  with pytest.raises(UserError, match=message):
+    audit_lib.read_prompts(str(tmp_path / "p.jsonl"))
+
+
+def test_a_missing_file_and_no_file(tmp_path):
+  with pytest.raises(UserError, match="--prompts=.*No such file"):
+    audit_lib.read_prompts(str(tmp_path / "p.jsonl"))
+  with pytest.raises(UserError, match="--prompts is needed"):
+    execute([])
+
+
+# The probe (rung 5) and the tolerance.
+
+
+@pytest.mark.parametrize("width", [4, 6, 8])
+def test_rows_are_independent_on_this_backend(width, capsys):
+  """The property that same-shape equality rests on, looked at and not assumed."""
+  found = identity.probe(tiny.target(), 4, width, 64)
+  with capsys.disabled():
+    print(f"\n  probe, float32, 4 rows of width {width}: {found}", end="")
+  assert found["rows_independent"] and found["place_independent"]
+
+
+def test_the_probe_sees_dependence(monkeypatch):
+  real = identity.block_logits
+
+  def mixed(graph, params, cache, block, start):
+    logits, cache = real(graph, params, cache, block, start)
+    return logits + 1e-6 * jnp.mean(block), cache
+
+  monkeypatch.setattr(identity, "block_logits", mixed)
+  found = identity.probe(tiny.target(), 4, 4, 64)
+  assert not found["rows_independent"] and found["rows_difference"] > 0
+  assert not found["place_independent"]
+
+
+def test_the_tolerance_is_measured_and_capped(monkeypatch):
+  texts = [list(range(3, 33)), [5, 6]]
+  measured = identity.rounding_tolerance(tiny.target(), texts, 5)
+  assert 0 <= measured < 1e-3
+  real = identity.block_logits
+
+  def rough(graph, params, cache, block, start):
+    logits, cache = real(graph, params, cache, block, start)
+    return logits + 1e-4 * (block.shape[1] > 1), cache
+
+  monkeypatch.setattr(identity, "block_logits", rough)
+  assert identity.rounding_tolerance(tiny.target(), texts, 5) == pytest.approx(2e-4, rel=0.3)
+
+  def rougher(graph, params, cache, block, start):
+    logits, cache = real(graph, params, cache, block, start)
+    return logits + block.shape[1], cache
+
+  monkeypatch.setattr(identity, "block_logits", rougher)
+  assert identity.rounding_tolerance(tiny.target(), texts, 5) == 1e-3
+
+
+def test_the_margin_is_to_the_worse_of_the_two_tokens():
+  prompt, theirs = [5, 6, 7], [8, 9, 10]
+  logits = np.asarray(tiny.target().module(
+      jnp.asarray([[*prompt, 8]]), jnp.arange(4)[None])[0][0, -1])
+  found = identity.divergence(tiny.target(), prompt, [8, 11], theirs, 32)
+  assert (found["equal_tokens"], found["ours"], found["theirs"]) == (1, 11, 9)
+  assert found["margin"] == pytest.approx(logits.max() - min(logits[11], logits[9]), abs=1e-4)
+  ended = identity.divergence(tiny.target(), prompt, [8], theirs, 32)
+  assert ended["ours"] is None and ended["margin"] == pytest.approx(
+      logits.max() - logits[9], abs=1e-4)
