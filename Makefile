@@ -34,7 +34,7 @@ endef
 
 help:
 	@echo 'make setup       .venv with the pinned packages and the demo target'
-	@echo 'make quickstart  distill a drafter from the demo target and print its report (half an hour)'
+	@echo 'make quickstart  distill a drafter from the demo target and print its report (20 to 30 minutes)'
 	@echo 'make test        the tests'
 	@echo 'make lint        ruff'
 	@echo 'make bench       plain, speculative and reference decoding, measured interleaved'
