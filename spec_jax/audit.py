@@ -12,6 +12,7 @@ between the two widths, which is measured. Called by `train_drafter.evaluate` as
 import dataclasses
 import datetime
 import difflib
+import hashlib
 import importlib.metadata
 import json
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from absl import app, flags, logging
 
 from spec_jax import identity, platform
@@ -80,6 +82,8 @@ def audit(
   # The longest prompts first: neighbours in the queue then need about the same prefill.
   order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
 
+  shapes: set[tuple[int, int]] = set()  # rows and capacity of what decodes speculatively
+
   def decode(way, with_drafter, force_reject=False):
     run = Run(
         target, with_drafter, [prompts[i] for i in order], draft_len=draft_len,
@@ -88,7 +92,10 @@ def audit(
     done = {}
     for group in run.buckets().values():
       widest = max(len(prompts[order[k]]) for k in group)
-      for row in run.bucket(-(-widest // identity.WIDTH) * identity.WIDTH, group):
+      size = -(-widest // identity.WIDTH) * identity.WIDTH
+      if with_drafter is not None:
+        shapes.add((min(batch_size, len(group)), size + run.max_new + draft_len + 1))
+      for row in run.bucket(size, group):
         done[order[row.index]] = row
         if on_finish is not None:
           on_finish(way, row)
@@ -98,16 +105,18 @@ def audit(
       decode("speculative", drafter), decode("same-shape", drafter, True), decode("width 1", None))
   width = -(-(max(map(len, prompts)) + max_new_tokens) // identity.WIDTH) * identity.WIDTH
   # The prompts' own text, not the answers that are judged.
-  texts = [text[:64] for text in sorted(prompts, key=len)[-_PROBED:]]
-  tolerance = identity.rounding_tolerance(target, texts, draft_len)
+  rounding = identity.rounding(target, sorted(prompts, key=len)[-_PROBED:], draft_len,
+                               min(batch_size, len(prompts)))
+  cap = identity.TOLERANCE_CAP[target.dtype]
+  tolerance = min(2 * rounding, cap) if np.isfinite(rounding) else 0.0
   differences = []
   for against, theirs in (("same-shape", decodes.same_shape), ("width 1", decodes.width_1)):
     for i in range(len(prompts)):
       ours = decodes.speculative[i].tokens
       if ours != theirs[i].tokens:
-        place = identity.divergence(target, prompts[i], ours, theirs[i].tokens, width)
-        differences.append({"prompt": names[i], "index": i, "against": against, **place,
-                            "within_tolerance": place["margin"] <= tolerance})
+        place = identity.divergence(
+            target, prompts[i], ours, theirs[i].tokens, width, tolerance)
+        differences.append({"prompt": names[i], "index": i, "against": against, **place})
   rows = [decodes.speculative[i].records for i in range(len(prompts))]
   rows = [row for row in rows if row.rounds]
   measured = metrics.tau(rows) if rows else float("nan")
@@ -115,29 +124,42 @@ def audit(
       drafter, target, prompts, [decodes.speculative[i].tokens for i in range(len(prompts))],
       draft_len)
   acceptance = metrics.acceptance_rate(rows) if rows else float("nan")
+  total = lambda field: int(sum(getattr(row, field).sum() for row in rows))
+  rounds, proposed, accepted = (
+      sum(row.rounds for row in rows), total("proposed"), total("accepted"))
   certificate = {
       "schema_version": SCHEMA_VERSION,
       "verdict": verdict(differences),
       "prompts": len(prompts),
       "identical_same_shape": _equal(decodes.speculative, decodes.same_shape),
       "identical_width_1": _equal(decodes.speculative, decodes.width_1),
+      "rounding": metrics.to_plain(rounding),
       "tolerance": tolerance,
-      "tolerance_cap": identity.TOLERANCE_CAP[target.dtype],
+      "tolerance_cap": cap,
       "differences": differences,
-      "probe": identity.probe(target, min(batch_size, len(prompts)), draft_len + 1, width),
+      "probes": [found for found in (
+          identity.probe(target, size, draft_len + 1, capacity)
+          for size, capacity in sorted(shapes)) if found],
+      "rounds": rounds, "proposed": proposed, "accepted": accepted,
       "tau": metrics.to_plain(measured),
       "predicted_tau": predicted,
       "acceptance_rate": metrics.to_plain(acceptance),
-      "warnings": identity.dead_drafter(measured, acceptance, predicted) if rows else [],
+      "warnings": identity.dead_drafter(rounds, proposed, accepted, measured, predicted),
       "settings": {"draft_len": draft_len, "max_new_tokens": max_new_tokens,
-                   "batch_size": batch_size, "temperature": 0.0, "rule": "greedy"},
+                   "batch_size": batch_size, "temperature": 0.0, "rule": "greedy",
+                   "eos_ids": list(target.config.eos_ids)},
+      "prompts_hash": _hash(json.dumps([list(map(int, p)) for p in prompts]).encode()),
       "target": target.name,
       "target_weights": target.weight_hash,
       "drafter": drafter.name,
+      "drafter_weights": _hash(*(
+          np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(drafter.params))),
+      "drafter_dtypes": sorted({str(leaf.dtype) for leaf in jax.tree.leaves(drafter.params)}),
       "dtype": target.dtype,
       "backend": jax.default_backend(),
       "device": jax.devices()[0].device_kind,
-      "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")},
+      "versions": {name: importlib.metadata.version(name) for name in (
+          "spec-jax", "jax", "jaxlib", "flax")},
       "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
   }
   return certificate, decodes
@@ -153,6 +175,13 @@ def verdict(differences: Sequence[dict[str, Any]]) -> str:
   return "bitwise"
 
 
+def _hash(*parts: bytes) -> str:
+  digest = hashlib.sha256()
+  for part in parts:
+    digest.update(part)
+  return digest.hexdigest()
+
+
 def _equal(ours: dict[int, Finished], theirs: dict[int, Finished]) -> int:
   return sum(ours[i].tokens == theirs[i].tokens for i in ours)
 
@@ -160,7 +189,8 @@ def _equal(ours: dict[int, Finished], theirs: dict[int, Finished]) -> int:
 def page(certificate: dict[str, Any]) -> str:
   """The certificate as Markdown."""
   c, s = certificate, certificate["settings"]
-  yes = lambda value, size: "no dependence seen" if value else f"depends (up to {size:.2g})"
+  yes = lambda value, size: "not looked at" if value is None else (
+      "no dependence" if value else f"depends (up to {size:.2g})")
   lines = [
       f"# Identity certificate: {c['verdict']}", "",
       f"{c['drafter']} drafting for {c['target']} ({c['dtype']}), K = {s['draft_len']}, greedy, "
@@ -168,24 +198,32 @@ def page(certificate: dict[str, Any]) -> str:
       "", "| against | identical outputs |", "| --- | --- |",
       f"| same-shape plain decoding | {c['identical_same_shape']} of {c['prompts']} |",
       f"| plain decoding of width 1 | {c['identical_width_1']} of {c['prompts']} |", "",
-      f"Rounding tolerance {c['tolerance']:.3g} (measured; cap {c['tolerance_cap']:g}). "
-      f"Probe at {c['probe']['rows']} rows of width {c['probe']['width']}: on the other rows "
-      f"{yes(c['probe']['rows_independent'], c['probe']['rows_difference'])}; on the place in the "
-      f"block {yes(c['probe']['place_independent'], c['probe']['place_difference'])}.", "",
-      f"tau {_figure(c['tau'])}"
+      f"Logits of passes of different width differ by up to {_figure(c['rounding'], '.3g')} "
+      f"(measured); tolerance {c['tolerance']:.3g}, twice that and at most "
+      f"{c['tolerance_cap']:g}.", ""]
+  lines += [
+      f"Probe, {p['rows']} rows of width {p['width']}, capacity {p['capacity']}: on the other rows "
+      f"{yes(p['rows_independent'], p['rows_difference'])}; on the place in the block "
+      f"{yes(p['place_independent'], p['place_difference'])}." for p in c["probes"]]
+  lines += [
+      "" if c["probes"] else "The probe did not fit into the buffers.",
+      f"{c['rounds']} rounds, {c['accepted']} of {c['proposed']} drafts accepted; tau "
+      + _figure(c["tau"])
       + (f" (the drafter's teacher-forced choices promise {c['predicted_tau']:.2f})"
          if c["predicted_tau"] is not None else "")
-      + f", {_figure(c['acceptance_rate'], '.1%')} of the drafts accepted.", ""]
+      + ".", ""]
   lines += [f"**Warning:** {text}\n" for text in c["warnings"]]
   if c["differences"]:
-    lines += ["| prompt | against | equal tokens | margin | within tolerance |",
-              "| --- | --- | --- | --- | --- |"]
-    lines += [f"| {d['prompt']} | {d['against']} | {d['equal_tokens']} | {d['margin']:.3g} | "
+    lines += ["| prompt | against | equal tokens | margin | worst margin | within tolerance |",
+              "| --- | --- | --- | --- | --- | --- |"]
+    lines += [f"| {d['prompt']} | {d['against']} | {d['equal_tokens']} | "
+              f"{_figure(d['margin'], '.3g')} | {_figure(d['worst_margin'], '.3g')} | "
               f"{'yes' if d['within_tolerance'] else '**no**'} |" for d in c["differences"]]
     lines.append("")
   lines.append(f"{c['backend']} ({c['device']}), " + ", ".join(
       f"{name} {version}" for name, version in c["versions"].items())
-      + f"; target weights {c['target_weights'][:16] or 'in memory'}; {c['created']}")
+      + f"; weights of the target {c['target_weights'][:16] or 'in memory'}, of the drafter "
+      f"{c['drafter_weights'][:16]} ({', '.join(c['drafter_dtypes']) or 'none'}); {c['created']}")
   return "\n".join(lines) + "\n"
 
 

@@ -5,6 +5,7 @@ number. Within a bucket rows that finish are refilled from the queue between chu
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -261,6 +262,8 @@ class Run:
     for i in bias or {}:
       if not 0 <= i < target.config.vocab_real:
         raise UserError(f"bias holds id {i}, outside 0..{target.config.vocab_real - 1}")
+    if sum(value == -math.inf for value in (bias or {}).values()) >= target.config.vocab_real:
+      raise UserError("bias bans every id")
     settings = Sampling(
         chosen.name == "greedy", float(top_p), int(top_k), float(min_p),
         tuple((int(i), float(v)) for i, v in sorted((bias or {}).items())),

@@ -25,6 +25,8 @@ DRAFT, ACCEPT, RESIDUAL, BONUS = range(4)
 # so that it meets no round's key.
 _COUPLED = 2**31 - 1
 
+_MOST_BIAS = 1e6  # float32 still tells logits apart beside it at any temperature that counts
+
 _BLOCK = 256  # width of the second level of the inverse-CDF search
 
 
@@ -60,8 +62,8 @@ class Sampling:
     if not 0 <= self.min_p <= 1:
       raise UserError(f"min_p={self.min_p} must be in [0, 1]")
     for i, value in self.bias:
-      if not value < math.inf:
-        raise UserError(f"bias of id {i} is {value}, neither a finite number nor -inf")
+      if not (abs(value) <= _MOST_BIAS or value == -math.inf):
+        raise UserError(f"bias of id {i} is {value}, neither within +-{_MOST_BIAS:g} nor -inf")
 
 
 def biased(
@@ -193,7 +195,9 @@ def gumbel(keys: Keys, places: Int[Array, " n"], width: int) -> Float[Array, "B 
   """
   def row(key, start):
     stream = jax.random.fold_in(key, _COUPLED)
-    at = lambda j: jax.random.gumbel(jax.random.fold_in(stream, start + j), (width,), jnp.float32)
+    # The accurate mode: the fast one never exceeds 16, so rare ids could not come out.
+    at = lambda j: jax.random.gumbel(
+        jax.random.fold_in(stream, start + j), (width,), jnp.float32, mode="high")
     return jax.vmap(at)(places)
   return jax.vmap(row)(keys.rows, keys.start)
 

@@ -1,5 +1,6 @@
 """The identity certificate: its verdicts, the probe, the tolerance, and dead drafters."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -81,11 +82,32 @@ def test_a_hole_in_the_cache_cannot_hide(prompts):
   assert "Warning" in audit_lib.page(certificate)
 
 
-@pytest.mark.parametrize("measured,acceptance,predicted,count", [
-    (1.5, 0.1, 1.52, 0), (1.5, 0.1, None, 0), (1.39, 0.1, 1.5, 1), (1.0, 0.0, None, 1),
-    (1.0, 0.0, 1.5, 2), (1.41, 0.1, 1.5, 0)])
-def test_what_counts_as_dead(measured, acceptance, predicted, count):
-  assert len(identity.dead_drafter(measured, acceptance, predicted)) == count
+@pytest.mark.parametrize("rounds,proposed,accepted,measured,predicted,message", [
+    (10, 50, 5, 1.5, 1.52, None), (10, 50, 5, 1.5, None, None), (10, 50, 5, 1.44, 1.5, "promise"),
+    (10, 50, 0, 1.0, None, "0 of 50"), (10, 50, 0, 1.0, 1.5, "0 of 50"),
+    (10, 0, 0, 1.0, 1.5, "own context"), (0, 0, 0, float("nan"), None, "no round")])
+def test_what_counts_as_dead(rounds, proposed, accepted, measured, predicted, message):
+  found = identity.dead_drafter(rounds, proposed, accepted, measured, predicted)
+  assert len(found) == (message is not None) and (message or "") in "".join(found)
+
+
+def test_beyond_its_context_a_drafter_promises_nothing(prompts):
+  """Plain rounds are no sign of a dead drafter."""
+  module = tiny.weak_drafter().module
+  short = SmallLM(
+      dataclasses.replace(module.config, max_position=4),
+      lambda name: jnp.asarray(tiny.tensors(tiny.config())[name]))
+  drafter = drafters.wrap("small_lm", "short", short)
+  certificate, _ = audit_lib.audit(tiny.target(), drafter, [[5] * 8, [6] * 9], **OPTIONS)
+  assert certificate["predicted_tau"] == certificate["tau"] == 1.0
+  assert "own context" in certificate["warnings"][0] and certificate["proposed"] == 0
+
+
+def test_answers_of_one_token_certify_nothing_and_say_so(prompts):
+  certificate, _ = audit_lib.audit(
+      tiny.target(), tiny.weak_drafter(), prompts[:2], draft_len=5, max_new_tokens=1)
+  assert certificate["rounds"] == 0 and certificate["tau"] is None
+  assert "no round was decoded" in audit_lib.page(certificate)
 
 
 def place(against, within):
@@ -192,11 +214,14 @@ def test_the_probe_sees_dependence(monkeypatch):
   found = identity.probe(tiny.target(), 4, 4, 64)
   assert not found["rows_independent"] and found["rows_difference"] > 0
   assert not found["place_independent"]
+  assert identity.probe(tiny.target(), 1, 4, 64)["rows_independent"] is None
+  assert identity.probe(tiny.target(), 4, 4, 8) is None  # two blocks do not fit
 
 
 def test_the_tolerance_is_measured_and_capped(monkeypatch):
-  texts = [list(range(3, 33)), [5, 6]]
-  measured = identity.rounding_tolerance(tiny.target(), texts, 5)
+  texts = [list(range(3, 33)), [5, 6]]  # the short one is made longer
+  measured = identity.rounding_tolerance(tiny.target(), texts, 5, rows=2)
+  assert identity.rounding_tolerance(tiny.target(), [[4]], 5) > 0
   assert 0 <= measured < 1e-3
   real = identity.block_logits
 
@@ -215,13 +240,54 @@ def test_the_tolerance_is_measured_and_capped(monkeypatch):
   assert identity.rounding_tolerance(tiny.target(), texts, 5) == 1e-3
 
 
+def judged(ours, theirs, tolerance=1e-3, prompt=(5, 6, 7)):
+  return identity.divergence(tiny.target(), prompt, ours, theirs, 32, tolerance)
+
+
+def logits_behind(ids):
+  return np.asarray(tiny.target().module(
+      jnp.asarray([ids]), jnp.arange(len(ids))[None])[0][0, -1])
+
+
 def test_the_margin_is_to_the_worse_of_the_two_tokens():
-  prompt, theirs = [5, 6, 7], [8, 9, 10]
-  logits = np.asarray(tiny.target().module(
-      jnp.asarray([[*prompt, 8]]), jnp.arange(4)[None])[0][0, -1])
-  found = identity.divergence(tiny.target(), prompt, [8, 11], theirs, 32)
+  logits = logits_behind([5, 6, 7, 8])
+  found = judged([8, 11], [8, 9, 10])
   assert (found["equal_tokens"], found["ours"], found["theirs"]) == (1, 11, 9)
   assert found["margin"] == pytest.approx(logits.max() - min(logits[11], logits[9]), abs=1e-4)
-  ended = identity.divergence(tiny.target(), prompt, [8], theirs, 32)
-  assert ended["ours"] is None and ended["margin"] == pytest.approx(
-      logits.max() - logits[9], abs=1e-4)
+  assert not found["within_tolerance"]
+
+
+def greedy(prompt, count):
+  text = list(prompt)
+  for _ in range(count):
+    text.append(int(np.argmax(logits_behind(text))))
+  return text[len(prompt):]
+
+
+def test_a_text_that_ends_early_is_no_rounding():
+  """Lost tokens and tokens behind the end: the ids that are there are all the right ones."""
+  text = greedy((5, 6, 7), 6)
+  for ours, theirs in ((text[:4], text), (text, text[:4])):
+    found = judged(ours, theirs, tolerance=1.0)
+    assert found["equal_tokens"] == 4 and found["margin"] < 1e-3
+    assert not found["within_tolerance"]
+
+
+def test_what_follows_an_excused_difference_is_judged_too():
+  text = greedy((5, 6, 7), 6)
+  other = int(np.argsort(logits_behind([5, 6, 7]))[-2])
+  tie = float(np.diff(np.sort(logits_behind([5, 6, 7]))[-2:])[0])
+  sound = [other, *greedy((5, 6, 7, other), 5)]
+  found = judged(sound, text, tolerance=tie + 1e-3)
+  assert found["within_tolerance"] and found["worst_margin"] == pytest.approx(tie, abs=1e-3)
+  worst = int(np.argmin(logits_behind([5, 6, 7, *sound[:4]])))
+  found = judged([*sound[:4], worst, sound[5]], text, tolerance=tie + 1e-3)
+  assert found["margin"] <= tie + 1e-3 and not found["within_tolerance"]
+
+
+def test_logits_that_are_no_numbers_are_broken_and_written(prompts, monkeypatch):
+  real = identity.text_gaps
+  monkeypatch.setattr(identity, "text_gaps", lambda *args: real(*args) * jnp.nan)
+  found = judged([8, 11], [8, 9])
+  assert found["margin"] is None and not found["within_tolerance"]
+  json.dumps(found, allow_nan=False)

@@ -253,8 +253,9 @@ def identity_of_batch(bench: Bench) -> list[dict]:
         "batch_size": options.batch_size, "decode": "batched", "verdict": certificate["verdict"],
         "tolerance": certificate["tolerance"], "dead_drafter": certificate["warnings"],
         "divergences": [
-            {"id": d["prompt"], **{k: d[k] for k in ("equal_tokens", "margin", "within_tolerance")}}
-            for d in certificate["differences"] if d["against"] == "width 1"]}]
+            {"id": d["prompt"], **{k: d[k] for k in (
+                "against", "equal_tokens", "margin", "worst_margin", "within_tolerance")}}
+            for d in certificate["differences"]]}]
 
   return _kept(bench.workdir / STAGE / "parts" / "identity.json", measure)
 
@@ -300,8 +301,7 @@ def _measure_speed(bench: Bench) -> dict[str, list[dict]]:
           "too few to time: no speed in the report")
   # Of the prompts' own text, not of the answers that are judged.
   texts = sorted((bench.ids[i] for i in members), key=len)[-_PROBED:]
-  tolerance = identity.rounding_tolerance(
-      bench.target, [text[:64] for text in texts], options.draft_len)
+  tolerance = identity.rounding_tolerance(bench.target, texts, options.draft_len)
   speeds, identities = [], []
   for name in sides:
     ours, theirs = ([clock[n][k][0] / clock[n][k][1] for k in enough] for n in (name, "plain"))
@@ -337,9 +337,9 @@ def divergences(
   out = []
   for i, a, b in zip(members, ours, theirs, strict=True):
     if a != b:
-      found = identity.divergence(bench.target, bench.ids[i], a, b, width)
-      out.append({"id": bench.prompts[i]["id"], "equal_tokens": found["equal_tokens"],
-                  "margin": found["margin"], "within_tolerance": found["margin"] <= tolerance})
+      found = identity.divergence(bench.target, bench.ids[i], a, b, width, tolerance)
+      out.append({"id": bench.prompts[i]["id"], **{name: found[name] for name in (
+          "equal_tokens", "margin", "worst_margin", "within_tolerance")}})
   return out
 
 

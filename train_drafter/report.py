@@ -24,6 +24,7 @@ from spec_jax import records as metrics
 from spec_jax.errors import UserError
 from spec_jax.identity import CAUSES
 from spec_jax.records import RowRecords
+from spec_jax.verify import RULES
 from train_drafter import manifest
 from train_drafter.report_schema import (
   DEFINITIONS,
@@ -181,6 +182,9 @@ def _acceptance_warnings(drafter: str, settings: Sequence[dict],
   out = []
   for entry in settings:
     where, group = setting_label(entry, settings), entry["all"]
+    if entry["rule"] in RULES and not RULES[entry["rule"]].lossless:
+      out.append(f"at {where} the rule {entry['rule']} is NOT lossless: the text does not have the "
+                 "target's law")
     untrained = _find(controls.get("untrained", {}).get("settings", ()), entry["temperature"],
                       entry["rule"])
     if untrained:
@@ -264,9 +268,9 @@ def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: i
     for place in row.get("divergences", ()):
       if not place["within_tolerance"]:
         warnings.append(
-            f"{row['dtype']} text with {row['drafter']} leaves one-token plain decoding on "
-            f"{place['id']} where the logits are {place['margin']:.3g} apart, more than rounding "
-            f"explains ({row['tolerance']:.3g})")
+            f"{row['dtype']} text with {row['drafter']} leaves plain decoding of "
+            f"{place.get('against', 'width 1')} on {place['id']} behind {place['equal_tokens']} "
+            f"tokens, and rounding does not explain it (tolerance {row['tolerance']:.3g})")
   training = (provenance or {}).get("training", {})
   if training.get("steps", 0) < training.get("planned_steps", 0):
     warnings.append(f"training stopped at step {training['steps']} of {training['planned_steps']}")

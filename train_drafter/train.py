@@ -287,7 +287,8 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
       "validation": record, "epochs": packer.epoch_of(step),
       "training_estimate": [
           {"temperature": 0.0, "first_position": record["greedy_match"]},
-          {"temperature": cfg.train.teacher_temperature, "first_position": record["alpha"]}]}
+          {"temperature": cfg.train.teacher_temperature, "rule": "ratio",
+           "first_position": record["alpha"]}]}
 
 
 def planned_steps(cfg, target, module, packer: Packer, folder: Path, began: float) -> int:

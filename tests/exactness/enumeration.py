@@ -63,7 +63,8 @@ def one_hot_law(choice, V, K):
 
 
 def emitted_law(
-    p, q, V, K, *, deterministic, limit, dtype, name="ratio", rule=None, told=None):
+    p, q, V, K, *, deterministic, limit, dtype, name="ratio", rule=None, acceptance=None,
+    told=None):
   """The law of the next K + 1 tokens after one round (continued from p), [V] * (K + 1).
 
   Args:
@@ -73,6 +74,7 @@ def emitted_law(
     dtype: of every array.
     name: of the rule whose acceptance probabilities weigh the outcomes.
     rule: what is run in its place.
+    acceptance: weighs the outcomes in place of the rule's own acceptance probabilities.
     told: conditionals that the rule is told in place of q.
   """
   cases = list(itertools.product(
@@ -82,7 +84,8 @@ def emitted_law(
   proposal = Proposal(
       jnp.asarray([x for x, _ in cases], jnp.int32), None if deterministic else jnp.asarray(laws))
   limits = jnp.full(len(cases), limit, jnp.int32)
-  chance = np.asarray(verify.RULES[name].acceptance(jnp.asarray(rows), proposal, limits))
+  chance = np.asarray((acceptance or verify.RULES[name].acceptance)(
+      jnp.asarray(rows), proposal, limits))
   taken = np.array([pattern for _, pattern in cases])
   # The middle of the interval of each outcome; an empty interval has no weight below.
   inside = np.where(taken, chance / 2, (1 + chance) / 2).astype(dtype)
@@ -123,8 +126,8 @@ def target_law(p, V, K):
 
 
 def wrongest(
-    seeds, V, K, dtype, deterministic, limit, name="ratio", rule=None, transform=None,
-    told=None):
+    seeds, V, K, dtype, deterministic, limit, name="ratio", rule=None, acceptance=None,
+    transform=None, told=None):
   """The largest error of the emitted law over random pairs of conditionals.
 
   Args:
@@ -142,6 +145,6 @@ def wrongest(
       q = one_hot_law(lambda prefix, c=choice: c[hash(prefix) % 997], V, K)
     law = emitted_law(
         p, q, V, K, deterministic=deterministic, limit=limit, dtype=dtype, name=name, rule=rule,
-        told=told(q) if told else None)
+        acceptance=acceptance, told=told(q) if told else None)
     worst = max(worst, np.abs(law - target_law(p, V, K)).max())
   return worst

@@ -70,8 +70,8 @@ def test_the_seed_does_matter(prompts, reference):
   assert decode(tiny.weak_drafter(), prompts, draft_len=4, seed=6).tokens != reference.tokens
 
 
-def gap(prompt, tokens, i):
-  """The two best values of log p + noise behind the first tokens of an answer."""
+def choice(prompt, tokens, i):
+  """The best id by log p + noise behind the first tokens of an answer, and by how much it wins."""
   ids = jnp.asarray([[*prompt, *tokens]])
   logits = tiny.target().module(ids, jnp.arange(ids.shape[1])[None])[0][:, -1]
   settings = sampling.Sampling(False, SETTINGS["top_p"], coupled=True)
@@ -79,8 +79,9 @@ def gap(prompt, tokens, i):
   keys = sampling.round_keys(
       sampling.row_keys(SETTINGS["seed"], jnp.asarray([i])), jnp.asarray([ids.shape[1]]))
   noise = sampling.gumbel(keys, jnp.arange(1), probs.shape[-1])[:, 0]
-  top = np.sort(np.asarray(jnp.log(probs) + noise)[0])[-2:]
-  return float(top[1] - top[0])
+  scores = np.asarray(jnp.log(probs) + noise)[0]
+  top = np.sort(scores)[-2:]
+  return int(np.argmax(scores)), float(top[1] - top[0])
 
 
 @pytest.mark.parametrize("draft_len", [0, 1, 2, 7])
@@ -90,7 +91,7 @@ def test_the_draft_length_does_not_matter(prompts, reference, draft_len, capsys)
   for i, (ours, theirs) in enumerate(zip(out.tokens, reference.tokens, strict=True)):
     if ours != theirs:
       same = next(k for k, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
-      assert gap(prompts[i], ours[:same], i) < TOLERANCE
+      assert choice(prompts[i], ours[:same], i)[1] < TOLERANCE
       ties += 1
   with capsys.disabled():
     print(f"\n  coupled, K = {draft_len} against 4: {len(prompts) - ties} of {len(prompts)} equal, "
@@ -98,9 +99,10 @@ def test_the_draft_length_does_not_matter(prompts, reference, draft_len, capsys)
 
 
 def test_the_noise_is_shared_and_the_gap_is_that_of_the_choice(prompts, reference):
-  """`gap` above looks at the very noise that decided: the emitted token has the best value."""
+  """`choice` looks at the very noise that decided."""
   for i in range(4):
-    assert gap(prompts[i], reference.tokens[i][:5], i) > 0
+    best, gap = choice(prompts[i], reference.tokens[i][:5], i)
+    assert best == reference.tokens[i][5] and gap > TOLERANCE
   keys = sampling.round_keys(sampling.row_keys(1, jnp.arange(2)), jnp.asarray([7, 9]))
   later = sampling.round_keys(sampling.row_keys(1, jnp.arange(2)), jnp.asarray([9, 11]))
   ours = sampling.gumbel(keys, jnp.asarray([2, 3]), 5)

@@ -51,12 +51,21 @@ def shift_the_rows(p, proposal, keys, limit):
   return verify.ratio(jnp.roll(p, 1, axis=1), proposal, keys, limit)
 
 
+def shifted_acceptance(p, proposal, limit):
+  return verify.ratio_acceptance(jnp.roll(p, 1, axis=1), proposal, limit)
+
+
 def bonus_of_the_row_before(p, proposal, keys, limit):
   return verify.ratio(p.at[:, -1].set(p[:, -2]), proposal, keys, limit)
 
 
 def told_one_hot(p, proposal, keys, limit):
+  """Sampled drafts verified as if they were deterministic."""
   return verify.ratio(p, Proposal(proposal.tokens, None), keys, limit)
+
+
+def one_hot_acceptance(p, proposal, limit):
+  return verify.ratio_acceptance(p, Proposal(proposal.tokens, None), limit)
 
 
 def drop_by_own_confidence(p, proposal, keys, limit):
@@ -66,17 +75,30 @@ def drop_by_own_confidence(p, proposal, keys, limit):
   return verify.ratio(p, proposal, keys, jnp.minimum(limit, jnp.sum(sure, 1)))
 
 
-@pytest.mark.parametrize("mutant", [
-    resample_from_p, zero_only_the_rejected, shift_the_rows, bonus_of_the_row_before, told_one_hot,
-    drop_by_own_confidence])
-def test_enumeration_catches(mutant):
+# Each with its own acceptance probabilities, so that the law is really the mutant's.
+@pytest.mark.parametrize("mutant,acceptance", [
+    (resample_from_p, verify.ratio_acceptance), (zero_only_the_rejected, verify.ratio_acceptance),
+    (shift_the_rows, shifted_acceptance), (bonus_of_the_row_before, verify.ratio_acceptance),
+    (told_one_hot, one_hot_acceptance), (drop_by_own_confidence, verify.ratio_acceptance)])
+def test_enumeration_catches(mutant, acceptance):
   with jax.enable_x64(True):
     assert wrongest(range(3), 3, 2, np.float64, False, 2) < 1e-12
-    assert wrongest(range(3), 3, 2, np.float64, False, 2, rule=mutant) > 1e-3
+    assert wrongest(
+        range(3), 3, 2, np.float64, False, 2, rule=mutant, acceptance=acceptance) > 1e-3
   CAUGHT.append(f"{mutant.__name__} (enumeration)")
 
 
 def block_keeps_the_smallest(p, proposal, keys, limit):
+  def smallest(passed, limit):
+    place = jnp.arange(1, passed.shape[1] + 1)
+    passed = passed & (place <= limit[:, None])
+    return jnp.where(passed.any(1), jnp.argmax(passed, 1) + 1, 0).astype(jnp.int32)
+
+  with replaced(verify, _deepest=smallest):
+    return verify.block(p, proposal, keys, limit)
+
+
+def block_stops_at_the_first_failure(p, proposal, keys, limit):
   with replaced(verify, _deepest=verify._prefix):
     return verify.block(p, proposal, keys, limit)
 
@@ -86,7 +108,8 @@ def block_residual_unscaled(p, proposal, keys, limit):
   return verify._sampled(rule, p, proposal, keys, limit)
 
 
-@pytest.mark.parametrize("mutant", [block_keeps_the_smallest, block_residual_unscaled])
+@pytest.mark.parametrize("mutant", [
+    block_keeps_the_smallest, block_stops_at_the_first_failure, block_residual_unscaled])
 def test_enumeration_catches_in_block(mutant):
   with jax.enable_x64(True):
     assert wrongest(range(3), 3, 2, np.float64, False, 2, "block") < 1e-12
@@ -116,13 +139,14 @@ def test_injected_zero_catches_less_or_equal(name):
   p = jnp.asarray([[[0.0, 1.0], [0.5, 0.5]]])
   proposal = Proposal(jnp.asarray([[0]], jnp.int32), jnp.asarray([[[0.5, 0.5]]]))
   limit = jnp.asarray([1], jnp.int32)
-  h = verify.RULES[name].acceptance(p, proposal, limit)
-  strict, loose = (0.0 < h), (0.0 <= h)
-  assert not bool(strict[0, 0]) and bool(loose[0, 0])
-  zero = lambda keys, purpose, count: jnp.zeros((1, count))
-  with replaced(sampling, uniforms=zero):
-    verdict = verify.RULES[name].apply(p, proposal, KEYS, limit)
-  assert (int(verdict.accepted[0]), int(verdict.next_token[0])) == (0, 1)
+
+  def accepted(u):
+    with replaced(sampling, uniforms=lambda keys, purpose, count: jnp.full((1, count), u)):
+      verdict = verify.RULES[name].apply(p, proposal, KEYS, limit)
+    return int(verdict.accepted[0]), int(verdict.next_token[0])
+
+  assert accepted(0.0) == (0, 1)
+  assert accepted(-1e-30)[0] == 1  # u < h for every u below 0 is u <= h at 0: the mutant
   CAUGHT.append(f"<= for < in {name} (u = 0)")
 
 
@@ -161,8 +185,8 @@ def no_round_in_the_key(keys, purpose, count):
 
 
 def top_p_before_temperature(logits, settings, temperature):
-  """For the drafter and for plain decoding right, in the verification pass the other way round."""
-  if logits.ndim != 3 or settings.top_p == 1:
+  """Right for drafts, for the prefill and for plain decoding; wrong in the verification pass."""
+  if logits.ndim != 3 or logits.shape[1] == 1:
     return probabilities(logits, settings, temperature)
   ones = jnp.ones_like(temperature)
   cut = probabilities(logits, settings, ones)
@@ -173,6 +197,8 @@ def top_p_before_temperature(logits, settings, temperature):
 @pytest.mark.parametrize("mutant,module,name,settings,number", [
     (one_key_twice, sampling, "uniforms", {"rule": "ratio", "temperature": 1.0}, 60_000),
     (no_round_in_the_key, sampling, "uniforms", {"rule": "block", "temperature": 1.0}, 400_000),
+    # The control of the dearest: not a mutant, and not caught.
+    (sampling.uniforms, sampling, "uniforms", {"rule": "block", "temperature": 1.0}, 400_000),
     (top_p_before_temperature, sampling, "probabilities",
      {"rule": "ratio", "temperature": 1.2, "top_p": 0.9}, 60_000)],
     ids=lambda value: getattr(value, "__name__", None))
@@ -186,5 +212,9 @@ def test_counting_catches(mutant, module, name, settings, number):
       tally = counts(number, 3, 5, **settings)[0]
   finally:
     jax.clear_caches()
-  assert chi_square(tally, law, 3)[0] < montecarlo.LEVEL
-  CAUGHT.append(f"{mutant.__name__} (counting)")
+  caught = chi_square(tally, law, 3)[0] < montecarlo.LEVEL
+  if mutant is uniforms:
+    assert not caught
+  else:
+    assert caught
+    CAUGHT.append(f"{mutant.__name__} (counting)")
