@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import spec_jax
-from spec_jax import verify
+from spec_jax import drafters, verify
 from spec_jax.errors import UserError
 from tests import tiny
 
@@ -74,3 +74,36 @@ def test_self_draft_accepts_everything(rule, draft_len):
     # A draft whose ratio rounds below 1 is refused once in 10,000 times or so.
     assert missed == 0 if temperature == 0.0 else missed <= 1, (missed, rounds)
     assert np.mean([r.rounds for r in out.records]) <= 20 / (draft_len + 1) + 1
+
+
+# Rules in company: cold rows, a reduced draft vocabulary, a bias.
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_cold_rows_beside_warm_ones_are_greedy(rule):
+  prompts = tiny.prompts(8)
+  heat = [0.0, 0.9] * 4
+  plain = spec_jax.generate(tiny.target(), None, prompts, max_new_tokens=12, batch_size=8)
+  out = spec_jax.generate(
+      tiny.target(), tiny.weak_drafter(), prompts, draft_len=4, rule=rule, temperature=heat,
+      max_new_tokens=12, batch_size=8)
+  assert out.tokens[::2] == plain.tokens[::2] and out.tokens[1::2] != plain.tokens[1::2]
+
+
+@pytest.mark.parametrize("rule", ["block", "coupled"])
+def test_a_reduced_vocabulary_and_a_bias_under_every_rule(rule):
+  """The banned id is one that the drafter could propose."""
+  ids = np.arange(0, tiny.VOCAB, 2, dtype=np.int32)
+  module = drafters.init_from_target(tiny.target(), (0, 1), ids)
+  drafter = drafters.wrap("small_lm", "reduced", module)
+  prompts, banned = tiny.prompts(8), 10
+  options = dict(
+      rule=rule, temperature=1.2, bias={banned: float("-inf"), 12: 3.0}, max_new_tokens=24,
+      batch_size=8)
+  out = spec_jax.generate(tiny.target(), drafter, prompts, draft_len=4, **options)
+  tokens = [t for row in out.tokens for t in row]
+  assert banned not in tokens and 12 in tokens
+  assert sum(r.accepted.sum() for r in out.records) > 0
+  if rule == "coupled":
+    assert out.tokens == spec_jax.generate(
+        tiny.target(), tiny.weak_drafter(), prompts, draft_len=4, **options).tokens
