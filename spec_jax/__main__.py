@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from io import TextIOBase
 
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 
-from spec_jax import records
+from spec_jax import command, records
 from spec_jax.drafters import Drafter, load_drafter
 from spec_jax.errors import UserError
 from spec_jax.generate import Finished, Progress, Prompt, Run
@@ -65,12 +65,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> flags.FlagValues:
   Raises:
     UserError: one line for whatever is wrong with it.
   """
-  try:
-    rest = values(list(argv))
-  except flags.Error as error:
-    raise UserError(" ".join(str(error).split())) from None
-  if len(rest) > 1:
-    raise UserError(f"unexpected argument {rest[1]!r}; options start with --")
+  command.parse(argv, values)
   if values.system is not None and not values.chat:
     raise UserError("--system needs --chat")
   return values
@@ -241,25 +236,14 @@ def _verdict(plain: Finished, shown: Finished, values: flags.FlagValues) -> str:
 
 
 def main() -> None:
-  """The command line: exit status 2 and one line for bad input, 130 for an interrupt."""
+  """The command line."""
   define_flags(flags.FLAGS)
 
   def run(values: flags.FlagValues) -> None:
-    if not values["verbosity"].present:
-      logging.set_verbosity(logging.WARNING)
     configure()
     execute(values, sys.stdin, sys.stdout)
 
-  try:
-    app.run(run, flags_parser=lambda argv: parse(argv, flags.FLAGS))
-  except UserError as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
-  except KeyboardInterrupt:
-    sys.exit(130)
-  except BrokenPipeError:  # `| head` has read enough
-    sys.stdout = open(os.devnull, "w")  # what is still buffered has nowhere to go
-    sys.exit(1)
+  command.run(run, lambda argv: parse(argv, flags.FLAGS))
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 
-from spec_jax import identity, platform
+from spec_jax import command, identity, platform
 from spec_jax import records as metrics
 from spec_jax.drafters import Drafter, load_drafter
 from spec_jax.errors import UserError
@@ -347,31 +347,14 @@ def write(certificate: dict[str, Any], folder: Path) -> Path:
 
 
 def main() -> None:
-  """The command line: 0, 1 for a broken identity, 2 and one line for bad input."""
+  """The command line: exit status 1 for a broken identity."""
   define_flags(flags.FLAGS)
 
-  def parse(argv):
-    try:
-      rest = flags.FLAGS(list(argv))
-    except flags.Error as error:
-      raise UserError(" ".join(str(error).split())) from None
-    if len(rest) > 1:
-      raise UserError(f"unexpected argument {rest[1]!r}; options start with --")
-    return flags.FLAGS
-
-  def run(values):
-    if not values["verbosity"].present:
-      logging.set_verbosity(logging.WARNING)
+  def run(values: flags.FlagValues) -> int:
     platform.configure()
-    sys.exit(execute(values))
+    return execute(values)
 
-  try:
-    app.run(run, flags_parser=parse)
-  except UserError as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
-  except KeyboardInterrupt:
-    sys.exit(130)
+  command.run(run, lambda argv: command.parse(argv, flags.FLAGS))
 
 
 if __name__ == "__main__":

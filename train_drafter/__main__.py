@@ -24,10 +24,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
 
-from spec_jax import platform
+from spec_jax import command, platform
 from spec_jax.errors import UserError
 from train_drafter import manifest
 from train_drafter.progress import clock_text
@@ -254,22 +254,10 @@ def _wrong_field(name: str, names: dict[str, bool]) -> str:
 
 
 def main() -> None:
-  """The command line: exit status 2 and one line for bad input, 130 for an interrupt."""
+  """The command line."""
   define_flags(flags.FLAGS, sys.argv)
-
-  def run(options: Options) -> None:
-    if not flags.FLAGS["verbosity"].present:
-      logging.set_verbosity(logging.WARNING)
-    execute(options)
-
-  try:
-    app.run(run, flags_parser=lambda argv: parse(argv, flags.FLAGS))
-  except UserError as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
-  except KeyboardInterrupt:
-    print("interrupted; the same command goes on from here", file=sys.stderr)
-    sys.exit(130)
+  command.run(execute, lambda argv: parse(argv, flags.FLAGS),
+              interrupted="interrupted; the same command goes on from here")
 
 
 if __name__ == "__main__":

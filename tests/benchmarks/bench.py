@@ -11,17 +11,16 @@ prompts greedily, one at a time, a fixed number of tokens, prefill included.
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 import spec_jax
-from spec_jax import decode, platform
+from spec_jax import command, decode, platform
 from spec_jax import records as metrics
 from spec_jax.errors import UserError
 from spec_jax.generate import encode_prompt
@@ -208,24 +207,15 @@ def bench_dtype(dtype: str, python: Path | None) -> None:
           f"{100 * parts['outside']:.1f} % ({100 * low:.1f} to {100 * high:.1f})")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(values: flags.FlagValues) -> None:
   """Runs the benchmark for every dtype."""
-  if len(argv) > 1:
-    raise UserError(f"unexpected argument {argv[1]!r}; options start with --")
+  del values
   platform.configure()
   python = reference_python(_INTEROP.value)
   for dtype in _DTYPES.value:
     bench_dtype(dtype, python)
 
 
-def _main(argv: Sequence[str]) -> None:
-  try:
-    main(argv)
-  except UserError as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
-
-
 if __name__ == "__main__":
   platform.tune_process()
-  app.run(_main)
+  command.run(main, lambda argv: command.parse(argv, flags.FLAGS))
