@@ -71,7 +71,7 @@ class DrafterConfig:
 class TrainConfig:
   """How it is trained."""
 
-  loss: str = "fkl"
+  loss: str = "fkl"  # ce, fkl, rkl, jsd, tv, lk_alpha, lk_hybrid, ce_tv
   steps: int = 0  # 0: as many as fit into budget_s, measured at the start
   budget_s: float = 480.0  # of one run, which stops at 1.15 times this; 0 for no limit
   batch_rows: int = 4
@@ -141,6 +141,7 @@ def finalize(cfg: Config) -> None:
 
 
 DTYPES = ("float32", "bfloat16")
+LOSSES = ("ce", "fkl", "rkl", "jsd", "tv", "lk_alpha", "lk_hybrid", "ce_tv")
 _AT_LEAST = {  # field -> smallest value allowed
     "prompts.count": 0, "prompts.self_written": 0, "prompts.eval_per_category": 0,
     "prompts.overlap_words": 1,
@@ -156,7 +157,7 @@ _AT_LEAST = {  # field -> smallest value allowed
 _ONE_OF = {
     "target.dtype": DTYPES, "train.dtype": DTYPES, "evaluate.dtype": DTYPES,
     "evaluate.identity_dtype": DTYPES,
-    "evaluate.drafter_dtype": DTYPES, "drafter.kind": ("small_lm",), "train.loss": ("fkl",),
+    "evaluate.drafter_dtype": DTYPES, "drafter.kind": ("small_lm",), "train.loss": LOSSES,
     "drafter.init": ("target", "random")}
 _SHARES = {  # field -> zero allowed
     "prompts.max_dropped_share": True, "prompts.self_written_top_p": False,

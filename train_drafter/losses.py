@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from spec_jax import sampling
 from spec_jax.models.decoder import linear
+from spec_jax.types import pytree
 
 
 @jax.custom_vjp
@@ -43,7 +45,110 @@ def _fkl_forward(student, teacher):
 fkl.defvjp(_fkl_forward, lambda grad, g: (g[..., None] * grad, jnp.zeros_like(grad)))
 
 
-LOSSES: dict[str, Callable[[Array, Array], Array]] = {"fkl": fkl}
+@pytree
+class Teacher:
+  """The target at a chunk of supervised positions.
+
+  Attributes:
+    logits: [..., Vd] at the ids of the draft vocabulary.
+    logsumexp: [...] over the target's whole vocabulary: ids outside the draft vocabulary keep their
+      mass in the full p.
+    label: [...] place of the data token in the draft vocabulary, Vd or more when it is not there.
+  """
+
+  logits: Float[Array, "*n V"]
+  logsumexp: Float[Array, "*n"]
+  label: Int[Array, "*n"]
+
+  @property
+  def full(self) -> Float[Array, "*n V"]:
+    """p of the whole vocabulary at the draft ids; sums to less than 1."""
+    return jnp.exp(self.logits - self.logsumexp[..., None])
+
+
+# log p is taken as at least this where a loss divides by p: an id that the teacher excludes costs
+# the student much and not infinitely much.
+_LEAST_LOG = -60.0
+
+
+def _log_softmax(logits):
+  """log probabilities with 0 in place of -inf, and where they are real."""
+  real = logits > -jnp.inf
+  safe = jnp.where(real, logits, 0.0)
+  top = jax.lax.stop_gradient(jnp.max(logits, -1, keepdims=True))
+  total = jnp.sum(jnp.where(real, jnp.exp(safe - top), 0.0), -1, keepdims=True)
+  return jnp.where(real, safe - top - jnp.log(total), 0.0), real
+
+
+def ce(student: Float[Array, "*n V"], teacher: Teacher) -> Float[Array, "*n"]:
+  """-log q at the most probable id of the teacher within the draft vocabulary (hard label)."""
+  return _cross_entropy(student, sampling.argmax(jax.lax.stop_gradient(teacher.logits)))
+
+
+def _cross_entropy(student, label):
+  """-log q(label); 0 where the label is outside the draft vocabulary."""
+  logs, _ = _log_softmax(student)
+  inside = label < student.shape[-1]
+  at = jnp.where(inside, label, 0)[..., None]
+  return jnp.where(inside, -jnp.take_along_axis(logs, at, -1)[..., 0], 0.0)
+
+
+def rkl(student: Float[Array, "*n V"], teacher: Teacher) -> Float[Array, "*n"]:
+  """Reverse KL, sum q log(q/p), p renormalised on the draft vocabulary; mode seeking."""
+  log_q, real = _log_softmax(student)
+  log_p, known = _log_softmax(jax.lax.stop_gradient(teacher.logits))
+  log_p = jnp.maximum(jnp.where(known, log_p, _LEAST_LOG), _LEAST_LOG)
+  return jnp.sum(jnp.where(real, jnp.exp(log_q) * (log_q - log_p), 0.0), -1)
+
+
+def jsd(student: Float[Array, "*n V"], teacher: Teacher) -> Float[Array, "*n"]:
+  """Jensen-Shannon divergence with beta = 1/2 (DistillSpec, 2310.08461); at most log 2."""
+  log_q, real = _log_softmax(student)
+  log_p, known = _log_softmax(jax.lax.stop_gradient(teacher.logits))
+  p, q = jnp.where(known, jnp.exp(log_p), 0.0), jnp.where(real, jnp.exp(log_q), 0.0)
+  middle = (p + q) / 2
+  log_m = jnp.log(jnp.where(middle > 0, middle, 1.0))
+  return jnp.sum(p * (log_p - log_m) + q * (log_q - log_m), -1) / 2
+
+
+def tv(student: Float[Array, "*n V"], teacher: Teacher) -> Float[Array, "*n"]:
+  """1 - sum min(p, q): the probability that a draft of q is refused."""
+  return 1.0 - _alpha(student, teacher)
+
+
+def lk_alpha(student: Float[Array, "*n V"], teacher: Teacher) -> Float[Array, "*n"]:
+  """-log alpha: the direction of `tv`, scaled by 1/alpha."""
+  return -jnp.log(jnp.maximum(_alpha(student, teacher), 1e-20))
+
+
+def lk_hybrid(student: Float[Array, "*n V"], teacher: Teacher) -> Float[Array, "*n"]:
+  """lambda KL + (1 - lambda) TV with lambda = exp(-3 alpha), alpha detached (2602.23881)."""
+  alpha = _alpha(student, teacher)
+  share = jnp.exp(-3.0 * jax.lax.stop_gradient(alpha))
+  return share * fkl(student, teacher.logits) + (1.0 - share) * (1.0 - alpha)
+
+
+def ce_tv(student: Float[Array, "*n V"], teacher: Teacher) -> Float[Array, "*n"]:
+  """0.1 CE(data token) + 0.9 |p - q|_1 (DSpark, 2607.05147)."""
+  outside = 1.0 - jnp.sum(teacher.full, -1)  # where q is 0
+  distance = jnp.sum(jnp.abs(teacher.full - _softmax(student)), -1) + outside
+  return 0.1 * _cross_entropy(student, teacher.label) + 0.9 * distance
+
+
+def _softmax(student):
+  logs, real = _log_softmax(student)
+  return jnp.where(real, jnp.exp(logs), 0.0)
+
+
+def _alpha(student, teacher):
+  return jnp.sum(jnp.minimum(jax.lax.stop_gradient(teacher.full), _softmax(student)), -1)
+
+
+# Each takes student logits and a Teacher; `fkl`, `ce`, `rkl` and `jsd` renormalise p on the draft
+# vocabulary, the others use the full p.
+LOSSES: dict[str, Callable[[Array, Teacher], Array]] = {
+    "ce": ce, "fkl": lambda student, teacher: fkl(student, teacher.logits), "rkl": rkl, "jsd": jsd,
+    "tv": tv, "lk_alpha": lk_alpha, "lk_hybrid": lk_hybrid, "ce_tv": ce_tv}
 
 
 def overlap(

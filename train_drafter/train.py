@@ -174,12 +174,15 @@ def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch
     match = ids[sampling.argmax(detached)] == rest["best"]
     alpha = losses.overlap(detached, teacher, rest["logsumexp"])
     return {
-        "loss": jnp.sum(weight * losses.LOSSES[options.loss](student, teacher)),
+        "loss": jnp.sum(weight * losses.LOSSES[options.loss](
+            student, losses.Teacher(teacher, rest["logsumexp"], rest["label"]))),
         "alpha": jnp.sum(weight * alpha), "greedy_match": jnp.sum(weight * match),
         "kept_mass": jnp.sum(weight * losses.kept_mass(teacher, rest["logsumexp"])),
         "count": jnp.sum(weight)}
 
   rest = {name: batch[name] for name in ("hidden", "weight", "logsumexp", "best")}
+  following = jnp.roll(batch["tokens"].reshape(-1), -1)[batch["place"]]  # the data token
+  rest["label"] = module.draft_place[...][following] if reduced else following
   return losses.chunked_sums(token_sums, states, head, rest, options.chunk)
 
 

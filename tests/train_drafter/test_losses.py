@@ -97,6 +97,87 @@ def test_fkl_survives_logits_of_any_size():
   assert np.isfinite(loss) and np.all(np.isfinite(grad))
 
 
+# The other objectives, written down plainly in float64; terms of probability zero are left out.
+
+
+def plain(name, student, teacher, lse, label):
+  q, p = probabilities(student), probabilities(teacher)
+  full = np.exp(teacher - lse[:, None])
+  kl = lambda a, b: np.array([
+      sum(x * np.log(x / y) for x, y in zip(u, v, strict=True) if x > 0)
+      for u, v in zip(a, b, strict=True)])
+  alpha, rows = np.minimum(full, q).sum(-1), np.arange(len(q))
+  floored = np.maximum(p, np.exp(-60.0))
+  return {
+      "ce": lambda: -np.log(q[rows, p.argmax(-1)]), "fkl": lambda: kl(p, q),
+      "rkl": lambda: kl(q, floored),
+      "jsd": lambda: (kl(p, (p + q) / 2) + kl(q, (p + q) / 2)) / 2, "tv": lambda: 1 - alpha,
+      "lk_alpha": lambda: -np.log(alpha),
+      "lk_hybrid": lambda: np.exp(-3 * alpha) * kl(p, q) + (1 - np.exp(-3 * alpha)) * (1 - alpha),
+      "ce_tv": lambda: -0.1 * np.log(np.append(q, np.ones((len(q), 1)), 1)[rows, label])
+      + 0.9 * (np.abs(full - q).sum(-1) + 1 - full.sum(-1))}[name]()
+
+
+def grid(seed=0):
+  """Logits with exact zeros on both sides, mass outside the draft vocabulary, and a label that is
+  not in it; no entry so far down that finite differences see nothing."""
+  rng = np.random.default_rng(seed)
+  student, teacher = 2 * rng.normal(size=(2, 4, 7))
+  teacher[1, :3] = -np.inf
+  teacher[2, 2:4] = student[2, 2:4] = -np.inf
+  lse = np.log(np.exp(teacher).sum(-1) * np.array([1.0, 1.3, 2.0, 1.1]))
+  return student, teacher, lse, np.array([0, 4, 1, 7])
+
+
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_an_objective_is_its_definition(name):
+  student, teacher, lse, label = grid()
+  with jax.enable_x64(True):
+    found = losses.LOSSES[name](jnp.asarray(student), losses.Teacher(
+        jnp.asarray(teacher), jnp.asarray(lse), jnp.asarray(label)))
+  np.testing.assert_allclose(found, plain(name, student, teacher, lse, label), rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_the_gradient_is_that_of_finite_differences(name):
+  student, teacher, lse, label = grid(1)
+  weight = np.array([1.0, -2.0, 0.5, 3.0])
+  with jax.enable_x64(True):
+    given = losses.Teacher(jnp.asarray(teacher), jnp.asarray(lse), jnp.asarray(label))
+    ours = np.asarray(jax.grad(lambda s: jnp.sum(weight * losses.LOSSES[name](s, given)))(
+        jnp.asarray(student)))
+  if name == "lk_hybrid":  # its weight is detached
+    share = np.exp(-3 * np.minimum(np.exp(teacher - lse[:, None]), probabilities(student)).sum(-1))
+    value = lambda s: share * plain("fkl", s, teacher, lse, label) + (1 - share) * plain(
+        "tv", s, teacher, lse, label)
+  else:
+    value = lambda s: plain(name, s, teacher, lse, label)
+  expected = differences(lambda s: float(np.sum(weight * value(s))), student)
+  np.testing.assert_allclose(ours, expected, atol=1e-7)
+  assert np.all(np.isfinite(ours))
+
+
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_float32_extremes_stay_finite(name):
+  """Exact zeros of p, -inf in q at the same ids, and logits of any size."""
+  student = jnp.asarray([[1e4, -1e4, 0.0, -jnp.inf], [-1e30, 0.0, 1.0, -jnp.inf]])
+  teacher = jnp.asarray([[0.0, 1e4, -jnp.inf, -jnp.inf], [-1e30, 1e4, 1.0, -jnp.inf]])
+  given = losses.Teacher(teacher, jax.nn.logsumexp(teacher, -1), jnp.asarray([1, 1]))
+  loss, grad = jax.value_and_grad(lambda s: jnp.sum(losses.LOSSES[name](s, given)))(student)
+  assert np.isfinite(loss) and np.all(np.isfinite(grad))
+
+
+def test_tv_is_the_rejection_probability_and_vanishes_on_a_cold_start():
+  """METHODS: the gradient is -q_j (m_j - E_q m), m = 1[q < p]."""
+  student, teacher, lse, label = grid(2)
+  with jax.enable_x64(True):
+    given = losses.Teacher(jnp.asarray(teacher), jnp.asarray(lse), jnp.asarray(label))
+    grad = jax.grad(lambda s: jnp.sum(losses.tv(s, given)))(jnp.asarray(student))
+  q, full = probabilities(student), np.exp(teacher - lse[:, None])
+  m = (q < full).astype(float)
+  np.testing.assert_allclose(grad, -q * (m - (q * m).sum(-1, keepdims=True)), atol=1e-12)
+
+
 # Overlap.
 
 
