@@ -139,6 +139,7 @@ def _headline(speed: Sequence[dict]) -> dict | None:
       "plain_tokens_per_s": plain_rate,
       "speedup": best["speedup"] if paired else best["speculative_tokens_per_s"] / plain_rate,
       "speedup_ci": best["speedup_ci"] if paired else [None, None],
+      "speedup_pooled": best.get("speedup_pooled") if paired else None,
   }
 
 

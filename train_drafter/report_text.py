@@ -165,8 +165,10 @@ def headline_text(report: dict) -> str:
   if line["speedup"] < 1:
     return (f"No drafter is faster than {plain}; the best is {what}: "
             f"{line['speculative_tokens_per_s']:.1f} tokens/s, {ratio} that.")
+  pooled = line.get("speedup_pooled")
+  pooled = "" if pooled is None else f"; {pooled:.2f} times over all tokens and seconds"
   return (f"Fastest: {what}: {line['speculative_tokens_per_s']:.1f} tokens/s, {ratio} the fastest "
-          f"{plain}.")
+          f"{plain}{pooled}.")
 
 
 def identity_lines(report: dict) -> list[str]:
