@@ -232,10 +232,12 @@ def identity_of_batch(bench: Bench) -> list[dict]:
   """The certificate of the trained drafter over many prompts, and its row of the report."""
   def measure():
     options, members = bench.cfg.evaluate, bench.spread(bench.cfg.evaluate.identity_per_category)
-    bars: dict[str, Bar] = {}
     with contextlib.ExitStack() as stack:
+      bars: dict[str, Bar] = {}
+
       def count(way, row):
         if way not in bars:
+          stack.close()  # the way before has ended
           bars[way] = stack.enter_context(
               Bar(f"{way} {bench.target.dtype}", total=len(members)))
         bars[way].advance(1, amount=len(row.tokens))
