@@ -3,12 +3,18 @@
 The budgets are seconds on the wall; what does not fit is left out and counted in the manifests.
 """
 
+from spec_jax.errors import UserError
 from train_drafter.config import Config
 
 
 def get_config(arg: str = "") -> Config:
-  """The config; it takes no argument."""
-  del arg
+  """The config; it takes no argument.
+
+  Raises:
+    UserError: there is one.
+  """
+  if arg:
+    raise UserError(f"configs/quickstart.py:{arg}: there is no such form (it takes no argument)")
   cfg = Config()
   cfg.prompts.count = 3000
   cfg.prompts.mix = (

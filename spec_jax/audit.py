@@ -241,9 +241,10 @@ def read_prompts(path: str) -> list[tuple[str, Any]]:
     UserError: the file cannot be read or is empty, or a line (by number) is neither.
   """
   try:
-    lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    lines = Path(path).expanduser().read_text(encoding="utf-8-sig").split("\n")
   except (OSError, UnicodeDecodeError) as error:
-    raise UserError(f"--prompts={path}: {error}") from None
+    reason = getattr(error, "strerror", None) or error
+    raise UserError(f"--prompts={path}: {reason}") from None
   found = []
   for number, line in enumerate(lines, 1):
     if not line.strip():
@@ -251,8 +252,13 @@ def read_prompts(path: str) -> list[tuple[str, Any]]:
     try:
       row = json.loads(line)
       prompt = row["messages"] if "messages" in row else row["prompt"]
+      if not isinstance(prompt, str) and not all(isinstance(m["content"], str) for m in prompt):
+        raise TypeError
     except (ValueError, TypeError, KeyError):
-      raise UserError(f'{path}:{number}: not a JSON object with "messages" or "prompt"') from None
+      raise UserError(f'{path}:{number}: not a JSON object with a text as "prompt" or '
+                      '"messages" of role and content') from None
+    if not prompt:
+      raise UserError(f"{path}:{number}: the prompt is empty")
     found.append((str(row.get("id", number)), prompt))
   if not found:
     raise UserError(f"--prompts={path}: no prompt")

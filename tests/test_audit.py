@@ -177,11 +177,20 @@ def test_the_diff_marks_what_differs():
 
 @pytest.mark.parametrize("text,message", [
     ("", "no prompt"), ("\n\n", "no prompt"), ("{}\n", ":1: not a JSON object"),
-    ('{"prompt": "x"}\n[1]\n', ":2: not a JSON object"), ("oops\n", ":1: not a JSON object")])
+    ('{"prompt": "x"}\n[1]\n', ":2: not a JSON object"), ("oops\n", ":1: not a JSON object"),
+    ('{"prompt": [1, "x"]}\n', ":1: not a JSON"), ('{"messages": ["hi"]}\n', ":1: not a JSON"),
+    ('{"messages": [{"role": "user"}]}\n', ":1: not a JSON"),
+    ('{"prompt": ""}\n', ":1: the prompt is")])
 def test_bad_prompt_files(tmp_path, text, message):
   (tmp_path / "p.jsonl").write_text(text)
   with pytest.raises(UserError, match=message):
     audit_lib.read_prompts(str(tmp_path / "p.jsonl"))
+
+
+def test_marks_that_json_lines_may_hold(tmp_path):
+  path = tmp_path / "p.jsonl"
+  path.write_text('\ufeff{"id": "a", "prompt": "x\u2028y"}\n', encoding="utf-8")
+  assert audit_lib.read_prompts(str(path)) == [("a", "x\u2028y")]
 
 
 def test_a_missing_file_and_no_file(tmp_path):

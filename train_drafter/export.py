@@ -24,8 +24,8 @@ from spec_jax.weights.safetensors import write_folder
 from train_drafter import config as config_lib
 from train_drafter import manifest, report
 from train_drafter.config import Config
-from train_drafter.evaluate import TRAINED, records_path
-from train_drafter.generate import read_jsonl, target_id
+from train_drafter.evaluate import TRAINED, evaluation_prompts, records_path
+from train_drafter.generate import target_id
 
 STAGE = "export"
 ACCEPTANCE = "acceptance.json"
@@ -54,8 +54,7 @@ def run(cfg: Config, workdir: Path) -> Path:
            "tokenizer_hash": target.tokenizer.hash(), "draft_len": cfg.evaluate.draft_len,
            "init_layers": list(cfg.drafter.init_layers), "train_hash": inputs["train"].hash}
   write_drafter(out, trained, target, cfg.evaluate.draft_len, facts)
-  golden = golden_prompts(
-      read_jsonl(workdir / "prompts" / "eval.jsonl"), cfg.export.prompts)
+  golden = golden_prompts(evaluation_prompts(cfg, workdir), cfg.export.prompts)
   content = measure(cfg, workdir, target, out, golden, facts)
   manifest.write_json(out / ACCEPTANCE, content)
   counts = {"prompts": len(golden), "identical": content["identical"],

@@ -24,6 +24,7 @@ from train_drafter import config as config_lib
 from train_drafter import manifest
 from train_drafter.config import Config
 from train_drafter.progress import Bar
+from train_drafter.prompts import evaluation_set
 
 STAGE = "generate"
 _PART_ROWS = 64
@@ -101,6 +102,8 @@ def check_later_stages(cfg: Config, target: Target, evaluation: Sequence[dict]) 
   if cfg.drafter.init == "target" and max(layers) >= held:
     raise UserError(f"drafter.init_layers={layers} must name layers 0..{held - 1} of the target")
   spec_jax.load_drafter(cfg.evaluate.ngram, target)
+  if cfg.evaluate.path:
+    evaluation_set(dataclasses.replace(cfg.prompts, eval_path=cfg.evaluate.path))
   args = config_lib.template_args(cfg)
   for prompt in evaluation:
     length = len(encode_prompt(target, prompt["messages"], template_args=args))

@@ -217,7 +217,10 @@ def test_what_a_later_stage_would_refuse_is_refused_first():
   cfg.drafter.init_layers = (0, 29)
   with pytest.raises(UserError, match=r"drafter.init_layers=\(0, 29\) must name layers 0..1"):
     generate.check_later_stages(cfg, target, [])
-  cfg.drafter.init_layers, cfg.evaluate.ngram = (0,), "ngram:1-3"
+  cfg.drafter.init_layers, cfg.evaluate.path = (0,), "no/such.jsonl"
+  with pytest.raises(UserError, match="no/such.jsonl"):
+    generate.check_later_stages(cfg, target, [])
+  cfg.evaluate.path, cfg.evaluate.ngram = "", "ngram:1-3"
   with pytest.raises(UserError, match="1 <= MIN <= MAX"):
     generate.check_later_stages(cfg, target, [])
 
