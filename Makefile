@@ -30,7 +30,7 @@ echo "making $(1) with $$("$$found" --version)"; \
 "$$found" -m venv --clear $(1)
 endef
 
-# Two processes, each with fewer compiled programs: XLA:CPU crashed once in one that held them all.
+# Two processes, each with fewer compiled programs (tests/conftest.py says why that matters).
 # Status 5 is "no test chosen", as when PYTEST_ARGS names tests of the other part.
 pytest_of = $(PY) -m pytest -m 'not interop' $(1) $(PYTEST_ARGS) || [ $$? -eq 5 ]
 

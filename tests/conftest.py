@@ -1,5 +1,6 @@
 """Shared set-up of the tests: JAX on CPU, shapes and types checked, one cache of compilations."""
 
+import gc
 import importlib.metadata
 import os
 
@@ -34,6 +35,26 @@ def pytest_collection_modifyitems(items):
     for name, skip in (("demo", demo), ("interop", arrays)):
       if skip is not None and item.get_closest_marker(name):
         item.add_marker(skip)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_mappings():
+  """Drops compiled programs between modules once they are many: each holds memory mappings, and a
+  process that reaches the kernel's limit (65,530) dies of a segmentation fault in XLA."""
+  yield
+  if mappings() > 10_000:
+    import jax  # not above: it reads JAX_PLATFORMS at import
+    jax.clear_caches()
+    gc.collect()
+
+
+def mappings() -> int:
+  """Memory mappings of this process; 0 where the system does not tell."""
+  try:
+    with open("/proc/self/maps", "rb") as file:
+      return sum(1 for _ in file)
+  except OSError:
+    return 0
 
 
 @pytest.fixture
