@@ -32,7 +32,6 @@ from spec_jax.generate import Finished, Run, encode_prompt
 from spec_jax.target import DTYPES, Target, load_target
 
 SCHEMA_VERSION = 1
-VERDICTS = ("bitwise", "margin-bounded", "broken")
 _PROBED = 4  # prompts whose text the tolerance is measured with
 _RED, _GREEN, _PLAIN = "\x1b[31m", "\x1b[32m", "\x1b[0m"
 

@@ -43,7 +43,7 @@ from train_drafter.train import initial_drafter
 
 STAGE = "evaluate"
 TRAINED, NGRAM, UNTRAINED = "small_lm", "ngram", "untrained"
-_WIDTH = 32  # prefill widths are multiples of it
+_WIDTH = identity.WIDTH
 _COST_REPEATS = 11
 _LEAST_TIMED = 8  # rounds' worth of tokens below which a decode is too short to time
 _PROBED = 4  # prompts whose text the rounding between pass widths is measured with
