@@ -78,6 +78,10 @@ def audit(
     UserError: as `generate`.
   """
   names = [str(i) for i in range(len(prompts))] if names is None else list(names)
+  for name, prompt in zip(names, prompts, strict=True):
+    if len(prompt) > target.config.max_position:
+      raise UserError(f"prompt {name} has {len(prompt)} tokens and the context holds "
+                      f"{target.config.max_position}")
   # The longest prompts first: neighbours in the queue then need about the same prefill.
   order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
 
@@ -236,6 +240,8 @@ def _figure(value: float | None, form: str = ".2f") -> str:
 def read_prompts(path: str) -> list[tuple[str, Any]]:
   """Name and prompt of each line of a file of JSON lines with "messages" or "prompt".
 
+  A line without an "id" is named by its number.
+
   Raises:
     UserError: the file cannot be read or is empty, or a line (by number) is neither.
   """
@@ -310,7 +316,12 @@ def execute(values: flags.FlagValues) -> int:
   rows = rows[:values.count or len(rows)]
   target = load_target(values.target, values.dtype)
   drafter = load_drafter(values.drafter, target)
-  ids = [encode_prompt(target, prompt, i) for i, (_, prompt) in enumerate(rows)]
+  ids = []
+  for name, prompt in rows:
+    try:
+      ids.append(encode_prompt(target, prompt, name))
+    except UserError as error:
+      raise UserError(f"{values.prompts}: {error}") from None
   done: dict[str, int] = {}
 
   def count(way, row):

@@ -165,9 +165,9 @@ def generate(
 
 
 def encode_prompt(
-    target: Target, prompt: Prompt, index: int = 0,
+    target: Target, prompt: Prompt, index: int | str = 0,
     template_args: dict[str, Any] | None = None) -> list[int]:
-  """Token ids of a string, a chat or an id list.
+  """Token ids of a string, a chat or an id list; `index` is what an error calls the prompt.
 
   Raises:
     UserError: the prompt is empty, or holds an id outside the vocabulary.

@@ -41,6 +41,12 @@ def test_a_sound_decode_is_bitwise(made, prompts):
   assert "certificate: bitwise" in text and "| same-shape plain decoding | 10 of 10 |" in text
 
 
+def test_a_prompt_that_does_not_fit_is_named():
+  names, long = ["first", "second", "third"], [5] * 513
+  with pytest.raises(UserError, match="prompt second has 513 tokens and the context holds 512"):
+    audit_lib.audit(tiny.target(), tiny.weak_drafter(), [[5], long, [6]], names=names)
+
+
 def test_the_promise_of_a_sound_drafter_is_kept(made):
   """At temperature 0 hopping over the drafter's teacher-forced choices is what decoding does."""
   certificate, decodes = made

@@ -40,6 +40,7 @@ class Bar:
     *,
     start: int = 0,
     unit: str = "tokens",
+    budget: float = 0.0,
     interval: float = 10.0,
     stream: io.TextIOBase | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -51,6 +52,7 @@ class Bar:
       total: how many steps, rows or prompts there are.
       start: how many were done before this process.
       unit: what `amount` counts; the rate is in units per second.
+      budget: seconds after which the work ends, whatever is done; 0 for none.
       interval: seconds between two lines where the stream is no terminal.
       stream: where to print; standard output, or nowhere inside pytest.
       clock: seconds; a test passes its own.
@@ -59,6 +61,7 @@ class Bar:
       stream = sys.stdout
     self.title, self.total, self.start, self.done = title, total, start, start
     self.unit, self.amount, self.note = unit, 0.0, ""
+    self._budget = budget
     self._interval, self._stream, self._clock = interval, stream, clock
     self._rich: Progress | None = None
     self._task = None
@@ -106,10 +109,11 @@ class Bar:
 
   @property
   def remaining(self) -> float | None:
-    """Seconds left at the pace of this process; None before its first step."""
+    """Seconds left at the pace of this process, within the budget; None before its first step."""
     if self.done <= self.start:
       return None
-    return max(self.total - self.done, 0) * self.elapsed / (self.done - self.start)
+    left = max(self.total - self.done, 0) * self.elapsed / (self.done - self.start)
+    return min(left, max(self._budget - self.elapsed, 0)) if self._budget else left
 
   def text(self) -> str:
     """The numbers of one line."""

@@ -51,7 +51,7 @@ class GgufCheckpoint:
     except UserError as error:
       raise UserError(f"{where}: {error}") from None
     except (ValueError, IndexError, KeyError) as error:
-      raise UserError(f"{where} is not a readable GGUF file: {error}") from None
+      raise UserError(f"{where} is not a GGUF file, or one that is cut short ({error})") from None
     self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
     for tensor in self._reader.tensors:
       _check_type(tensor, where)

@@ -47,6 +47,19 @@ def test_a_resumed_stage_predicts_from_its_own_steps():
   assert lines(stream)[0] == "train  95/100  0:10  eta 0:10  loss 2.5"
 
 
+def test_a_budget_bounds_the_prediction():
+  clock = Clock()
+  with Bar("generate", total=100, budget=20.0, stream=io.StringIO(), clock=clock) as bar:
+    clock.now += 5.0
+    bar.advance(10)
+    assert bar.remaining == 15.0  # and not the 45 that all of it would take
+    clock.now += 30.0
+    assert bar.remaining == 0
+    bar.advance(89)
+    clock.now -= 30.0
+    assert 0 < bar.remaining < 1
+
+
 def test_an_error_leaves_the_true_count():
   stream = io.StringIO()
   try:
