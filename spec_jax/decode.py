@@ -230,9 +230,9 @@ def one_round(program: Program, params: Any, state: State, force_reject: Array) 
   logits = target.logits(out.hidden)
   verdict = _verdict(program, logits, proposal, keys, limit, state.temperature)
 
-  if drafter is not None and drafter.observes_rounds:
+  if drafter is not None:
     valid = jnp.arange(K + 1) <= verdict.accepted[:, None]
-    draft = drafter.observe(draft, block, out.features, positions, valid, target)
+    draft = drafter.after_round(draft, block, out.features, positions, valid, target)
   state = dataclasses.replace(state, cache=out.cache, draft=draft)
   return _commit(program, state, proposal, verdict, logits, out.hidden, limit)
 

@@ -92,6 +92,24 @@ class Proposal:
 
 
 @pytree
+class TrainStates:
+  """What a drafter's teacher-forced pass gives to the loss: states before the head.
+
+  Attributes:
+    hidden: [N, J, E] J states for each of N teacher rows.
+    source: [N] row of the teacher arrays (supervised positions of the batch) that holds the
+      target's distribution of the token that the states predict.
+    weight: [N, J] of the state in the loss; 0 for a state that predicts nothing.
+    depth: [N, J] place in the draft, 0 for the first drafted token.
+  """
+
+  hidden: Float[Array, "N J E"]
+  source: Int[Array, " N"]
+  weight: Float[Array, "N J"]
+  depth: Int[Array, "N J"]
+
+
+@pytree
 class Verdict:
   """The outcome of one verification.
 

@@ -90,6 +90,10 @@ def test_ngram_by_name():
   module = drafters.load_drafter("ngram:5-2", tiny.target()).module
   assert (module.n_max, module.n_min) == (5, 2)
   assert drafters.load_drafter("ngram", tiny.target()).module.n_max == 3
+  for bad, said in [("ngram:3", "write ngram:MAX-MIN"), ("ngram:1-3", "1 <= MIN <= MAX"),
+                    ("ngrams", "write ngram:MAX-MIN"), ("lookup:3-1", "write ngram:MAX-MIN")]:
+    with pytest.raises(UserError, match=said):
+      drafters.parse_ngram(bad)
 
 
 # small_lm.
@@ -276,6 +280,14 @@ def test_dtypes(monkeypatch, saved):
 def test_a_home_folder_may_be_written_short(monkeypatch, saved):
   monkeypatch.setenv("HOME", str(saved.parent))
   assert drafters.load_drafter(f"~/{saved.name}", tiny.target()).name
+
+
+def test_the_work_folder_of_a_run_will_do(saved, tmp_path):
+  (tmp_path / "run" / "train").mkdir(parents=True)
+  saved.rename(tmp_path / "run" / "train" / "drafter")
+  for folder in (tmp_path / "run", tmp_path / "run" / "train"):
+    loaded = drafters.load_drafter(str(folder), tiny.target())
+    assert loaded.name == str(tmp_path / "run" / "train" / "drafter")
 
 
 def test_another_tokenizer(saved, tmp_path):

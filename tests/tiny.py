@@ -85,7 +85,6 @@ class Scripted(nnx.Module):
   """
 
   taps: tuple[int, ...] = ()
-  observes_rounds = False
   max_position = 1 << 30
 
   def __init__(self, table: np.ndarray, right: np.ndarray):
@@ -99,6 +98,9 @@ class Scripted(nnx.Module):
     return state
 
   def observe(self, state, tokens, features, positions, valid, target):
+    return state
+
+  def after_round(self, state, tokens, features, positions, valid, target):
     return state
 
   def propose(self, state, context, draft_len, sampling, target):

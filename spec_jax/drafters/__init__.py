@@ -1,13 +1,15 @@
 """The drafters by name, and how one is loaded and saved.
 
-A drafter is an nnx.Module with `taps`, `max_position`, `observes_rounds`, `init_state`, `insert`,
-`observe` and `propose` (see small_lm.py). A saved drafter is a folder with `drafter.json` (what it
+A drafter is an nnx.Module with `taps`, `max_position`, `init_state`, `insert`, `observe` (a
+prompt), `after_round` (a verified block) and `propose`; one that is trained also has `train_states`
+(see head.py and small_lm.py). A saved drafter is a folder with `drafter.json` (what it
 is, and which target and tokenizer it belongs to) and `drafter.safetensors` (its own tensors).
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,14 @@ import safetensors.numpy
 from flax import nnx
 from jaxtyping import Array
 
+from spec_jax.drafters import dflash as dflash_lib
+from spec_jax.drafters import dspark as dspark_lib
+from spec_jax.drafters import eagle3 as eagle3_lib
+from spec_jax.drafters.dflash import DFlash
+from spec_jax.drafters.dspark import DSpark
+from spec_jax.drafters.eagle3 import Eagle3
+from spec_jax.drafters.head import LearnedDrafter
+from spec_jax.drafters.lookup import Lookup
 from spec_jax.drafters.ngram import NGram
 from spec_jax.drafters.small_lm import SmallLM
 from spec_jax.errors import UserError
@@ -27,7 +37,9 @@ from spec_jax.target import DTYPES, Target, canonical_tensors
 from spec_jax.tokenizer import check_same_vocabulary
 from spec_jax.weights import open_checkpoint
 
-DRAFTERS = {"ngram": NGram, "small_lm": SmallLM}
+DRAFTERS = {"ngram": NGram, "lookup": Lookup, "small_lm": SmallLM, "eagle3": Eagle3,
+            "dflash": DFlash, "dspark": DSpark}
+LEARNED = ("small_lm", "eagle3", "dflash", "dspark")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,9 +72,10 @@ def load_drafter(source: str, target: Target, dtype: str | None = None) -> Draft
   """Loads a drafter for a target.
 
   Args:
-    source: "ngram" (or "ngram:3-1": longest and shortest suffix), "self" (the target drafts for
-      itself, a control), a folder that train_drafter wrote, or any small Llama as `load_target`
-      takes it.
+    source: "ngram" (or "ngram:3-1": longest and shortest suffix), "lookup:SOURCE" (or
+      "lookup:3-2:SOURCE": prompt lookup where it has a match, the drafter of SOURCE elsewhere),
+      "self" (the target drafts for itself, a control), a folder that train_drafter wrote (its
+      work folder will do), or any small Llama as `load_target` takes it.
     target: the target it will draft for.
     dtype: compute dtype; the target's by default.
 
@@ -73,18 +86,21 @@ def load_drafter(source: str, target: Target, dtype: str | None = None) -> Draft
   if dtype not in DTYPES:
     raise UserError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
   if source == "ngram" or source.startswith("ngram:"):
-    return wrap("ngram", source, _ngram(source))
+    return wrap("ngram", source, parse_ngram(source))
+  if source.startswith("lookup:"):
+    return _lookup(source, target, dtype)
   if source == "self":
     if dtype != target.dtype:
       raise UserError(f"drafter='self' has the target's dtype {target.dtype}, not {dtype}")
     return wrap("small_lm", "self", small_lm(target, canonical_tensors(target), target.config))
   folder = Path(source).expanduser()
-  if (folder / "drafter.json").exists():
-    return _load_saved(folder, target, dtype)
+  for place in (folder, folder / "drafter", folder / "train" / "drafter"):
+    if (place / "drafter.json").exists():
+      return _load_saved(place, target, dtype)
   if not folder.exists() and not source.startswith("hf:") and source != "demo":
     raise UserError(
         f"drafter={source!r}: no such folder, and not a drafter's name "
-        "(ngram, ngram:MAX-MIN, self, or a folder)")
+        "(ngram, ngram:MAX-MIN, lookup:SOURCE, self, or a folder)")
   checkpoint = open_checkpoint(source)
   if target.tokenizer is not None:
     check_same_vocabulary(checkpoint.tokenizer(), target.tokenizer)
@@ -114,38 +130,154 @@ def small_lm(
     own: the drafter's own "embed" and "head", when they are not the target's.
   """
   kind = DTYPES[dtype or target.dtype]
-  shapes = tensor_shapes(config)
-
-  def tensor(name):
-    if name not in tensors:
-      raise UserError(f"drafter tensor {name} is missing")
-    if tensors[name].shape != shapes[name]:
-      raise UserError(f"drafter tensor {name} has shape {tensors[name].shape}, not {shapes[name]}")
-    return jnp.asarray(tensors[name], jnp.float32 if tensors[name].ndim == 1 else kind)
-
+  tensor = _checked(tensors, tensor_shapes(config), kind)
   if own is None and config.hidden_size != target.config.hidden_size:
     raise UserError(
         f"drafter hidden_size={config.hidden_size} differs from the target's "
         f"{target.config.hidden_size}: it cannot share its embedding")
   own = {name: jnp.asarray(value, kind) for name, value in (own or {}).items()}
   head = own.get("head")
-  if head is None and (draft_ids is not None or kind != DTYPES[target.dtype]):
-    rows = target.module.head_weight()
-    head = jnp.asarray(rows if draft_ids is None else rows[jnp.asarray(draft_ids)], kind)
+  if head is None:
+    head = lent_head(target, draft_ids, kind)
   divisors = np.asarray(tensors["rope_freqs"]) if "rope_freqs" in tensors else None
   return SmallLM(
       config, tensor, embed=own.get("embed"), head=head, draft_ids=draft_ids,
       rope_divisors=divisors)
 
 
+def lent_head(target: Target, draft_ids: np.ndarray | None, dtype: Any) -> Array | None:
+  """The target's head rows for a drafter: a copy where they are fewer or of another dtype, else
+  None (the drafter then reads the target's own)."""
+  if draft_ids is None and dtype == DTYPES[target.dtype]:
+    return None
+  rows = target.module.head_weight()
+  return jnp.asarray(rows if draft_ids is None else rows[jnp.asarray(draft_ids)], dtype)
+
+
+def build(
+    kind: str, target: Target, tensors: Mapping[str, Array | np.ndarray], config: DecoderConfig,
+    options: Mapping[str, Any], *, dtype: str | None = None, draft_ids: np.ndarray | None = None,
+) -> LearnedDrafter:
+  """Builds a learned drafter that borrows embedding and head from the target.
+
+  Args:
+    kind: a name of LEARNED.
+    target: lends embedding and head.
+    tensors: by canonical name, those of the kind; "rope_freqs" where the layers have such a table.
+    config: of its decoder layers.
+    options: as `LearnedDrafter.options` gave them.
+    dtype: compute dtype, the target's by default.
+    draft_ids: [Vd] reduced draft vocabulary.
+
+  Raises:
+    UserError: a tensor is missing or has another shape, by name.
+  """
+  if kind == "small_lm":
+    return small_lm(target, tensors, config, dtype=dtype, draft_ids=draft_ids)
+  low = DTYPES[dtype or target.dtype]
+  settings = dict(options) | {"taps": tuple(options["taps"])}
+  shapes = {"eagle3": eagle3_lib, "dflash": dflash_lib, "dspark": dflash_lib}[kind].tensor_shapes(
+      config, settings["taps"])
+  if kind == "dspark":
+    rank = tensors["markov_w1"].shape[-1] if "markov_w1" in tensors else dspark_lib.RANK
+    shapes = dspark_lib.tensor_shapes(
+        config, settings["taps"], rank, 0 if draft_ids is None else len(draft_ids))
+  divisors = np.asarray(tensors["rope_freqs"]) if "rope_freqs" in tensors else None
+  if config.hidden_size != target.config.hidden_size:
+    raise UserError(f"drafter hidden_size={config.hidden_size} differs from the target's "
+                    f"{target.config.hidden_size}: it reads the target's states")
+  if max(settings["taps"]) >= target.config.num_layers:
+    raise UserError(f"drafter taps={settings['taps']}: the target has "
+                    f"{target.config.num_layers} layers")
+
+  return DRAFTERS[kind](
+      config, _checked(tensors, shapes, low), head=lent_head(target, draft_ids, low),
+      draft_ids=draft_ids, rope_divisors=divisors, **settings)
+
+
+def _checked(tensors, shapes, dtype) -> Callable[[str], Array]:
+  """A `tensor(name)` function that names what is missing; vectors stay float32."""
+  def tensor(name):
+    if name not in tensors:
+      raise UserError(f"drafter tensor {name} is missing")
+    if tensors[name].shape != shapes[name]:
+      raise UserError(f"drafter tensor {name} has shape {tensors[name].shape}, not {shapes[name]}")
+    return jnp.asarray(tensors[name], jnp.float32 if tensors[name].ndim == 1 else dtype)
+
+  return tensor
+
+
+def small_random(tensors: Mapping[str, Array | np.ndarray], seed: int) -> dict[str, np.ndarray]:
+  """Normal weights of deviation 0.02 and unit norms in the shapes of `tensors`."""
+  rng = np.random.default_rng(seed)
+  return {name: np.ones(value.shape, np.float32) if value.ndim == 1
+          else 0.02 * rng.normal(size=value.shape).astype(np.float32)
+          for name, value in tensors.items()}
+
+
+def init_learned(
+    kind: str, target: Target, layers: tuple[int, ...], *, steps: int = 3, num_taps: int = 5,
+    block_size: int = 8, anchors: int = 32, mask_id: int = -1, rank: int = dspark_lib.RANK,
+    draft_ids: np.ndarray | None = None, dtype: str | None = None, seed: int = 0,
+    random: bool = False,
+) -> LearnedDrafter:
+  """An untrained drafter of copies of target layers, or of small random weights.
+
+  Args:
+    kind: a name of LEARNED.
+    target: lends embedding and head, and its layers.
+    layers: 0-based, one for each layer of the drafter (eagle3 has one: the last of them).
+    steps: eagle3, draft steps that training simulates.
+    num_taps: dflash and dspark, layers of the target that are read.
+    block_size: dflash and dspark.
+    anchors: dflash and dspark, blocks of a training row.
+    mask_id: dflash and dspark; -1 for an unused control token of the target.
+    rank: dspark, of the term of the previous token.
+    draft_ids: [Vd] reduced draft vocabulary.
+    dtype: compute dtype, the target's by default.
+    seed: of what is random.
+    random: no copies.
+
+  Raises:
+    UserError: the target has no such layer, or is too shallow for the taps.
+  """
+  if kind == "small_lm" and not random:
+    return init_from_target(target, layers, draft_ids, dtype)
+  source = canonical_tensors(target)
+  if kind == "small_lm":
+    names = tensor_shapes(dataclasses.replace(target.config, num_layers=len(layers)))
+    tensors = {name: np.zeros(shape) for name, shape in names.items()
+               if name not in ("embed", "head")}
+    options = {}
+  elif kind == "eagle3":
+    layers = layers[-1:]
+    options = {"taps": eagle3_lib.eagle3_taps(target.config.num_layers), "steps": steps}
+    _check_layers(layers, target)
+    tensors = eagle3_lib.init_tensors(source, target.config, layers[0], options["taps"], seed)
+  else:
+    mask_id = mask_id if mask_id >= 0 else dflash_lib.default_mask_id(target)
+    options = {"taps": dflash_lib.dflash_taps(target.config.num_layers, num_taps),
+               "mask_id": mask_id, "block_size": block_size, "anchors": anchors}
+    width = 0 if draft_ids is None else len(draft_ids)
+    tensors = (dflash_lib.init_tensors(target, layers, options["taps"]) if kind == "dflash" else
+               dspark_lib.init_tensors(target, layers, options["taps"], seed, rank, width))
+  if random:
+    tensors = small_random(tensors, seed)
+  tensors |= {name: source[name] for name in ("rope_freqs",) if name in source}
+  config = dataclasses.replace(target.config, num_layers=len(layers))
+  return build(kind, target, tensors, config, options, dtype=dtype, draft_ids=draft_ids)
+
+
+def _check_layers(layers, target):
+  if not layers or not all(0 <= i < target.config.num_layers for i in layers):
+    raise UserError(f"init_layers={layers} must name layers 0..{target.config.num_layers - 1}")
+
+
 def init_from_target(
     target: Target, init_layers: tuple[int, ...], draft_ids: np.ndarray | None = None,
     dtype: str | None = None) -> SmallLM:
   """A SmallLM of copies of the target's layers `init_layers` (0-based), in that order."""
-  bad = [i for i in init_layers if not 0 <= i < target.config.num_layers]
-  if bad or not init_layers:
-    raise UserError(
-        f"init_layers={init_layers} must name layers 0..{target.config.num_layers - 1}")
+  _check_layers(init_layers, target)
   source = canonical_tensors(target)
   tensors = {name: source[name] for name in ("final_norm", "rope_freqs") if name in source}
   for place, i in enumerate(init_layers):
@@ -154,17 +286,15 @@ def init_from_target(
   return small_lm(target, tensors, config, dtype=dtype, draft_ids=draft_ids)
 
 
-def own_tensors(module: SmallLM) -> dict[str, Array]:
-  """The tensors of a SmallLM's stack by canonical name, "rope_freqs" where it has such a table."""
-  tensors = {"final_norm": module.stack.final_norm[...]}
-  if module.stack.rope_divisors is not None:
-    tensors["rope_freqs"] = jnp.asarray(module.stack.rope_divisors, jnp.float32)
-  for i, block in enumerate(module.stack.layers):
-    tensors |= {f"layers.{i}.{name}": getattr(block, name)[...] for name in BLOCK_TENSORS}
+def own_tensors(module: LearnedDrafter) -> dict[str, Array]:
+  """A drafter's own tensors by canonical name, "rope_freqs" where it has such a table."""
+  tensors = module.own_tensors()
+  if module.rope_divisors is not None:
+    tensors["rope_freqs"] = jnp.asarray(module.rope_divisors, jnp.float32)
   return tensors
 
 
-def save_drafter(folder: Path, module: SmallLM, target: Target, **extra: Any) -> None:
+def save_drafter(folder: Path, module: LearnedDrafter, target: Target, **extra: Any) -> None:
   """Writes drafter.json and drafter.safetensors (float32), the json last.
 
   Args:
@@ -180,7 +310,8 @@ def save_drafter(folder: Path, module: SmallLM, target: Target, **extra: Any) ->
     tensors["draft_ids"] = np.asarray(ids[...], np.int32)
   safetensors.numpy.save_file(tensors, str(folder / "drafter.safetensors"))
   facts = {
-      "kind": "small_lm", "config": dataclasses.asdict(module.config),
+      "kind": module.kind, "options": module.options(),
+      "config": dataclasses.asdict(module.config),
       "target": target.name, "target_weight_hash": target.weight_hash,
       "tokenizer_hash": target.tokenizer.hash() if target.tokenizer else "", **extra}
   part = folder / "drafter.json.part"
@@ -190,7 +321,7 @@ def save_drafter(folder: Path, module: SmallLM, target: Target, **extra: Any) ->
 
 def _load_saved(folder: Path, target: Target, dtype: str) -> Drafter:
   facts, config = _read_facts(folder / "drafter.json")
-  if facts["kind"] != "small_lm":
+  if facts["kind"] not in LEARNED:
     raise UserError(f"{folder / 'drafter.json'}: kind {facts['kind']!r} is not supported")
   if target.tokenizer is not None and facts["tokenizer_hash"] != target.tokenizer.hash():
     raise UserError(f"{folder}: this drafter was made for another tokenizer than {target.name}'s")
@@ -204,8 +335,9 @@ def _load_saved(folder: Path, target: Target, dtype: str) -> Drafter:
   except (OSError, safetensors.SafetensorError) as error:
     raise UserError(f"{path} cannot be read: {error}") from None
   ids = tensors.pop("draft_ids", None)
-  module = small_lm(target, tensors, config, dtype=dtype, draft_ids=ids)
-  return wrap("small_lm", str(folder), module)
+  module = build(facts["kind"], target, tensors, config, facts.get("options", {}), dtype=dtype,
+                 draft_ids=ids)
+  return wrap(facts["kind"], str(folder), module)
 
 
 def _read_facts(path: Path) -> tuple[dict[str, Any], DecoderConfig]:
@@ -223,12 +355,29 @@ def _read_facts(path: Path) -> tuple[dict[str, Any], DecoderConfig]:
     raise UserError(f"{path} cannot be read: {error}") from None
 
 
-def _ngram(source: str) -> NGram:
+def _lookup(source: str, target: Target, dtype: str) -> Drafter:
+  inner, sizes = source.removeprefix("lookup:"), "3-2"
+  head, colon, rest = inner.partition(":")
+  if colon and re.fullmatch(r"\d+-\d+", head):
+    sizes, inner = head, rest
+  if not inner or inner.startswith(("ngram", "lookup")):
+    raise UserError(f"drafter={source!r}: write lookup:SOURCE or lookup:MAX-MIN:SOURCE, SOURCE a "
+                    "learned drafter")
+  learned = load_drafter(inner, target, dtype)
+  return wrap("lookup", source, Lookup(parse_ngram(f"ngram:{sizes}"), learned.module))
+
+
+def parse_ngram(source: str) -> NGram:
+  """The prompt-lookup drafter of "ngram" or "ngram:MAX-MIN".
+
+  Raises:
+    UserError: it is neither.
+  """
   if source == "ngram":
     return NGram()
-  sizes = source.partition(":")[2]
+  name, _, sizes = source.partition(":")
   try:
-    n_max, n_min = (int(part) for part in sizes.split("-"))
+    n_max, n_min = (int(part) for part in sizes.split("-")) if name == "ngram" else ()
   except ValueError:
     raise UserError(f"drafter={source!r}: write ngram:MAX-MIN, for example ngram:3-1") from None
   if not 1 <= n_min <= n_max:

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from spec_jax.types import Context, Proposal
 
@@ -18,7 +18,6 @@ class NGram(nnx.Module):
   """
 
   taps: tuple[int, ...] = ()
-  observes_rounds = False
   max_position = 1 << 30
 
   def __init__(self, n_max: int = 3, n_min: int = 1):
@@ -36,10 +35,19 @@ class NGram(nnx.Module):
     """Committed tokens; nothing to absorb."""
     return state
 
+  def after_round(self, state, tokens, features, positions, valid, target) -> tuple:
+    """A verified block; nothing to absorb."""
+    return state
+
   def propose(
       self, state: tuple, context: Context, draft_len: int, sampling: Any, target: Any,
   ) -> tuple[Proposal, tuple]:
     """K tokens per row and the unchanged state."""
+    return Proposal(self.lookup(context, draft_len)[1], None), state
+
+  def lookup(
+      self, context: Context, draft_len: int) -> tuple[Bool[Array, " B"], Int[Array, "B K"]]:
+    """Whether a row has a match, and its K tokens."""
     tokens, length = context.tokens, context.length
     start = length - 1  # the place before the continuation when nothing matches: repeat the last
     found = jnp.zeros(length.shape, bool)
@@ -49,7 +57,7 @@ class NGram(nnx.Module):
       found = found | match
     period = length - start
     at = start[:, None] + jnp.arange(draft_len) % period[:, None]
-    return Proposal(jnp.take_along_axis(tokens, at, 1), None), state
+    return found, jnp.take_along_axis(tokens, at, 1)
 
 
 def _continuation(tokens: Int[Array, "B S"], length: Int[Array, " B"], n: int):

@@ -1,6 +1,5 @@
 """A small decoder of the target's own architecture, drafting K tokens autoregressively."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -11,25 +10,24 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from spec_jax import sampling as sampling_lib
+from spec_jax.drafters.head import LearnedDrafter
 from spec_jax.models.cache import init_cache, insert_rows
 from spec_jax.models.config import DecoderConfig
-from spec_jax.models.decoder import Decoder, Stack, linear
+from spec_jax.models.decoder import BLOCK_TENSORS, Decoder, Stack
 from spec_jax.sampling import Sampling
-from spec_jax.types import Cache, Context, Proposal
+from spec_jax.types import Cache, Context, Proposal, TrainStates
 
 
-class SmallLM(nnx.Module):
+class SmallLM(LearnedDrafter):
   """The stack of a small Llama; embedding and head are the target's unless it has its own.
 
   Attributes:
     stack: the trained part, blocks and final norm.
     embed: [V, D] own embedding, absent when it is the target's.
-    head: [Vd, D] own head or, with a reduced draft vocabulary, the target's rows `draft_ids`.
-    draft_ids: [Vd] ids that the drafter can propose, absent for all of them.
   """
 
+  kind = "small_lm"
   taps: tuple[int, ...] = ()
-  observes_rounds = False  # `propose` has computed every committed token's keys itself
 
   def __init__(
       self,
@@ -41,21 +39,10 @@ class SmallLM(nnx.Module):
       draft_ids: Array | np.ndarray | None = None,
       rope_divisors: np.ndarray | None = None,
   ):
-    self.config = config
     self.stack = Stack(config, tensor, rope_divisors)
     if embed is not None:
       self.embed = nnx.Variable(embed)
-    if head is not None:
-      self.head = nnx.Variable(head)
-    if draft_ids is not None:
-      place = np.full(config.vocab_size, len(draft_ids), np.int32)
-      place[np.asarray(draft_ids)] = np.arange(len(draft_ids))
-      self.draft_ids = nnx.Variable(jnp.asarray(draft_ids, jnp.int32))
-      self.draft_place = nnx.Variable(jnp.asarray(place))
-
-  @property
-  def max_position(self) -> int:
-    return self.config.max_position
+    self.set_head(config, head, draft_ids)
 
   def init_state(self, rows: int, capacity: int) -> Cache:
     """An empty key/value cache."""
@@ -73,6 +60,18 @@ class SmallLM(nnx.Module):
     del features, valid
     return self._pass(state, tokens, positions, target, tokens.shape[1])[1]
 
+  def after_round(self, state, tokens, features, positions, valid, target: Decoder) -> Cache:
+    """Absorbs a verified block; `propose` has computed its keys already."""
+    return state
+
+  def catch_up(self, state: Cache, context: Context, draft_len: int, target: Decoder) -> Cache:
+    """Keys of the tokens that the last round can have committed, and of the one before them: that
+    row is empty behind a block of this drafter that was accepted whole."""
+    start = jnp.maximum(context.length - draft_len - 3, 0)
+    places = start[:, None] + jnp.arange(draft_len + 3)
+    tokens = jnp.take_along_axis(context.tokens, places, 1)
+    return self._pass(state, tokens, places, target)[1]
+
   def propose(
       self, state: Cache, context: Context, draft_len: int, sampling: Sampling, target: Decoder,
   ) -> tuple[Proposal, Cache]:
@@ -87,7 +86,7 @@ class SmallLM(nnx.Module):
     logits, state = self._pass(state, tokens, two, target)
     u = sampling_lib.uniforms(context.keys, sampling_lib.DRAFT, draft_len)
     pick = functools.partial(
-        self._pick, context=context, sampling=sampling, width=target.config.vocab_size)
+        self.pick, context=context, sampling=sampling, width=target.config.vocab_size)
     first, probs = pick(logits, jnp.int32(0), u[:, 0])
 
     def step(carry, inputs):
@@ -105,15 +104,31 @@ class SmallLM(nnx.Module):
     all_probs = jnp.concatenate([probs[:, None], rest_probs.transpose(1, 0, 2)], 1)
     return Proposal(drafted, all_probs), state
 
+  def own_tensors(self) -> dict[str, Array]:
+    """The tensors of the stack by canonical name."""
+    tensors = {"final_norm": self.stack.final_norm[...]}
+    for i, block in enumerate(self.stack.layers):
+      tensors |= {f"layers.{i}.{name}": getattr(block, name)[...] for name in BLOCK_TENSORS}
+    return tensors
+
+  @property
+  def rope_divisors(self) -> tuple[float, ...] | None:
+    return self.stack.rope_divisors
+
   def train_hidden(
       self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"],
       segments: Int[Array, "B T"] | None, target: Decoder) -> Float[Array, "B T D"]:
     """Hidden states of whole sequences, before the head."""
     return self.stack(self._embed(tokens, target), positions, segments=segments).hidden
 
-  def head_weight(self, target: Decoder) -> Float[Array, "Vd D"]:
-    """The rows that score the draft vocabulary."""
-    return self.head[...] if hasattr(self, "head") else target.head_weight()
+  def train_states(self, batch: dict[str, Array], target: Decoder, key: Array) -> TrainStates:
+    """The states behind every supervised position (see `LearnedDrafter.train_states`)."""
+    del key
+    hidden = self.train_hidden(batch["tokens"], batch["positions"], batch["segments"], target)
+    count = batch["place"].shape[0]
+    return TrainStates(
+        hidden.reshape(-1, 1, hidden.shape[-1])[batch["place"]], jnp.arange(count),
+        batch["weight"][:, None], jnp.zeros((count, 1), jnp.int32))
 
   def _embed(self, tokens, target):
     return (self.embed[...] if hasattr(self, "embed") else target.embed[...])[tokens]
@@ -122,33 +137,4 @@ class SmallLM(nnx.Module):
     """Logits [B, Vd] of the last position, and the cache."""
     out = self.stack(
         self._embed(tokens, target), positions, state, attend_length=attend_length)
-    logits = linear(out.hidden[:, -1], self.head_weight(target))
-    real = min(self.config.vocab_real, target.config.vocab_real)  # ids that both have
-    if not hasattr(self, "draft_ids") and real < logits.shape[-1]:
-      logits = jnp.where(jnp.arange(logits.shape[-1]) < real, logits, -jnp.inf)
-    return logits, out.cache
-
-  def _pick(self, logits, place, u, context: Context, sampling: Sampling, width):
-    """The token per row at a place of the block and the q it came from, as wide as the target's p
-    (None where no rule asks for it)."""
-    places = self.draft_place[...] if hasattr(self, "draft_ids") else None
-    logits = sampling_lib.biased(logits, sampling, places)
-    sampling = dataclasses.replace(sampling, bias=())
-    if sampling.greedy:
-      return self._full_id(sampling_lib.argmax(logits)), None
-    probs = sampling_lib.probabilities(logits, sampling, context.temperature)
-    full = self._full_probs(probs, width)
-    if sampling.coupled:  # with the target's own noise, id by id
-      noise = sampling_lib.gumbel(context.keys, place[None], width)[:, 0]
-      return sampling_lib.draw_coupled(full, noise), None
-    return self._full_id(sampling_lib.draw(probs, u)), full
-
-  def _full_id(self, place):
-    return self.draft_ids[...][place] if hasattr(self, "draft_ids") else place
-
-  def _full_probs(self, probs, width):
-    if hasattr(self, "draft_ids"):
-      padded = jnp.pad(probs, ((0, 0), (0, 1)))
-      return padded[:, self.draft_place[...]]
-    # The padding of the two vocabularies may differ; what is cut here has probability zero.
-    return jnp.pad(probs[:, :width], ((0, 0), (0, max(0, width - probs.shape[1]))))
+    return self.logits(out.hidden[:, -1], target), out.cache

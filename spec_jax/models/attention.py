@@ -34,3 +34,33 @@ def _attend_einsum(q, k, v, mask):
   probs = jax.nn.softmax(jnp.where(seen, scores * H**-0.5, _MASKED), axis=-1)
   out = jnp.einsum("bgts,bgsh->bgth", probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
   return out.astype(q.dtype).reshape(B, G, T, R, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
+
+
+def attend_own(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B G S H"],
+    v: Float[Array, "B G S H"],
+    mask: Bool[Array, "B T S"],
+    own_k: Float[Array, "B T G J H"],
+    own_v: Float[Array, "B T G J H"],
+    own_mask: Bool[Array, "B T J"],
+) -> Float[Array, "B T N H"]:
+  """Attention to keys that all queries share and to J keys of each query's own, in one softmax.
+
+  The form of drafters that continue from every position at once: the shared keys are the context,
+  a query's own keys are its draft so far (or its block).
+  """
+  B, T, N, H = q.shape
+  G = k.shape[1]
+  grouped = q.reshape(B, T, G, N // G, H)
+  shared = jnp.einsum("btgrh,bgsh->bgrts", grouped, k, preferred_element_type=jnp.float32)
+  own = jnp.einsum("btgrh,btgjh->bgrtj", grouped, own_k, preferred_element_type=jnp.float32)
+  scores = jnp.concatenate([
+      jnp.where(mask[:, None, None], shared * H**-0.5, _MASKED),
+      jnp.where(own_mask[:, None, None], own * H**-0.5, _MASKED)], -1)
+  probs = jax.nn.softmax(scores, -1).astype(v.dtype)
+  S = k.shape[2]
+  out = jnp.einsum("bgrts,bgsh->btgrh", probs[..., :S], v, preferred_element_type=jnp.float32)
+  out += jnp.einsum(
+      "bgrtj,btgjh->btgrh", probs[..., S:], own_v, preferred_element_type=jnp.float32)
+  return out.astype(q.dtype).reshape(B, T, N, H)

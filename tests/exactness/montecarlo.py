@@ -10,6 +10,8 @@ from scipy import optimize, stats
 
 from spec_jax import decode, drafters
 from spec_jax.drafters import Drafter
+from spec_jax.drafters.lookup import Lookup
+from spec_jax.drafters.ngram import NGram
 from spec_jax.generate import Run
 from spec_jax.target import Target
 from tests import tiny
@@ -22,9 +24,9 @@ POWER = 0.99
 
 
 @functools.cache
-def target() -> Target:
+def target(layers: int = 1) -> Target:
   """Six ids, one of them EOS, with laws that depend on the whole prefix."""
-  cfg = tiny.config(vocab_size=V, eos_ids=(EOS,), num_layers=1, max_position=64)
+  cfg = tiny.config(vocab_size=V, eos_ids=(EOS,), num_layers=layers, max_position=64)
   values = tiny.tensors(cfg, 3)
   values["head"] = values["head"] * 0.5  # flat enough for many texts
   return tiny.make(cfg, values)
@@ -39,15 +41,34 @@ def drafter() -> Drafter:
   return drafters.wrap("small_lm", "other", drafters.small_lm(target(), values, cfg, own=own))
 
 
-def exact_law(prompt, count, transform) -> dict[tuple[int, ...], float]:
+@functools.cache
+def reader(kind: str) -> Drafter:
+  """A drafter of this kind that reads a target of seven layers, with random weights."""
+  rng = np.random.default_rng(4)
+  options = dict(steps=2, num_taps=2, block_size=4, mask_id=0, rank=4)
+  module = drafters.init_learned(kind, target(7), (6,), **options)
+  tensors = {name: np.asarray(value) + 0.2 * rng.normal(size=value.shape).astype(np.float32)
+             for name, value in module.own_tensors().items()}
+  return drafters.wrap(kind, kind, drafters.build(
+      kind, target(7), tensors, module.config, module.options()))
+
+
+@functools.cache
+def looked_up() -> Drafter:
+  """Prompt lookup over the drafter of the other tests: both parts draft in most rounds."""
+  return drafters.wrap("lookup", "lookup", Lookup(NGram(2, 1), drafter().module))
+
+
+def exact_law(prompt, count, transform, layers: int = 1) -> dict[tuple[int, ...], float]:
   """Probability of each sequence of `count` tokens, cut behind EOS.
 
   Args:
     transform: logits [V] float64 -> probabilities [V], written apart from the library's.
+    layers: of the target.
   """
   texts = list(itertools.product(range(V), repeat=count - 1))
   ids = jnp.asarray([[*prompt, *text] for text in texts])
-  logits = np.asarray(target().module(ids, jnp.broadcast_to(
+  logits = np.asarray(target(layers).module(ids, jnp.broadcast_to(
       jnp.arange(ids.shape[1]), ids.shape))[0], np.float64)[:, len(prompt) - 1:]
   law: dict[tuple[int, ...], float] = {}
   rows = dict(zip(texts, logits, strict=True))
@@ -80,12 +101,13 @@ def cut_top_p(p, mass):
   return p * kept / (p * kept).sum()
 
 
-def counts(number, draft_len, budget, **settings) -> list[dict[tuple[int, ...], int]]:
+def counts(
+    number, draft_len, budget, layers: int = 1, **settings) -> list[dict[tuple[int, ...], int]]:
   """How often each text came out of the compiled loop, by prompt, `number` decodes or more each.
 
   The prompts have different lengths and share every batch in turn.
   """
-  run = Run(target(), settings.pop("drafter", drafter()), PROMPTS, draft_len=draft_len,
+  run = Run(target(layers), settings.pop("drafter", drafter()), PROMPTS, draft_len=draft_len,
             max_new_tokens=budget, **settings)
   tallies: list[dict[tuple[int, ...], int]] = [{} for _ in PROMPTS]
   longest = max(map(len, PROMPTS))

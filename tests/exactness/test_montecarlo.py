@@ -31,6 +31,21 @@ def test_the_law_of_the_loop(rule, draft_len, capsys):
     assert p_value > montecarlo.LEVEL and least < EFFECT
 
 
+@pytest.mark.parametrize("rule", ["ratio", "block"])
+@pytest.mark.parametrize("kind", ["lookup", "eagle3", "dflash", "dspark"])
+def test_the_law_with_every_drafter(kind, rule, capsys):
+  """The q that each returns is what its drafts were drawn from, also given the drafts before."""
+  layers = 1 if kind == "lookup" else 7
+  made = montecarlo.looked_up() if kind == "lookup" else montecarlo.reader(kind)
+  tallies = counts(NUMBER // 4, 2, 4, layers, drafter=made, rule=rule, temperature=1.0)
+  for prompt, tally in zip(montecarlo.PROMPTS, tallies, strict=True):
+    p_value, least = chi_square(tally, exact_law(prompt, 3, softmax, layers), 3)
+    with capsys.disabled():
+      print(f"\n  {kind}, {rule}: p = {p_value:.3f}; a bias of total variation {least:.4f} would "
+            "have been caught", end="")
+    assert p_value > montecarlo.LEVEL and least < 2 * EFFECT
+
+
 def test_plain_decoding_has_the_law_too():
   tallies = counts(NUMBER, 0, 4, drafter=None, temperature=1.0)
   for prompt, tally in zip(montecarlo.PROMPTS, tallies, strict=True):
