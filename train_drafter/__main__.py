@@ -32,7 +32,8 @@ from spec_jax.errors import UserError
 from train_drafter import manifest
 from train_drafter.progress import clock_text
 
-STAGES = ("prompts", "generate", "train", "evaluate", "export", "report")
+STAGES = ("prompts", "generate", "extract", "train", "evaluate", "export", "report")
+CHECKS = ("verify_store",)  # run by name alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,8 @@ def define_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
   values["config"].parser = _ConfigParser(values, argv)
   flags.DEFINE_string("workdir", None, "folder of the run", flag_values=values)
   flags.DEFINE_enum(
-    "stage", "all", ["all", *STAGES], "the stage to run", flag_values=values
+    "stage", "all", ["all", *STAGES, *CHECKS], "the stage to run; evaluate prints its report too",
+    flag_values=values,
   )
   flags.DEFINE_bool(
     "overwrite",
@@ -105,7 +107,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> Options:
   return Options(
     config=values.config,
     workdir=Path(values.workdir),
-    stages=STAGES if stage == "all" else (stage,),
+    stages={"all": STAGES, "evaluate": ("evaluate", "report")}.get(stage, (stage,)),
     overwrite=values.overwrite,
     profile=values.profile,
     command=shlex.join(["python", "-m", "train_drafter", *argv[1:]]),
@@ -126,8 +128,12 @@ def execute(options: Options) -> None:
   config_lib.finalize(cfg)
   config_lib.validate(cfg)
   platform.configure()
+  if "prompts" in options.stages:
+    _check_target(cfg)
   try:
     options.workdir.mkdir(parents=True, exist_ok=True)
+  except FileExistsError as error:
+    raise UserError(f"--workdir={options.workdir}: is a file, not a folder") from error
   except OSError as error:
     raise UserError(f"--workdir={options.workdir}: {error.strerror}") from error
   record = options.workdir / "config.json"
@@ -139,6 +145,14 @@ def execute(options: Options) -> None:
     # Only now: a refused run leaves the record of the run that made the folder.
     _write_record(record, cfg, options)
     print(f"{stage}: {clock_text(time.monotonic() - began)}  {folder}", flush=True)
+
+
+def _check_target(cfg: Any) -> None:
+  """Refuses a target that cannot be loaded, or has not the layers asked for, before any stage."""
+  from spec_jax.weights import open_checkpoint
+  from train_drafter.generate import check_layers
+
+  check_layers(cfg, open_checkpoint(cfg.target.source).config)
 
 
 def _run_stage(stage: str, cfg: Any, options: Options) -> Path:
@@ -157,9 +171,12 @@ def _write_record(path: Path, cfg: Any, options: Options) -> None:
   content = {"config": dataclasses.asdict(cfg), "command": options.command}
   content = json.loads(json.dumps(content))
   if path.exists():
-    old = json.loads(path.read_text(encoding="utf-8"))
-    if content == {name: old.get(name) for name in content}:
-      return
+    try:
+      old = json.loads(path.read_text(encoding="utf-8"))
+      if content == {name: old.get(name) for name in content}:
+        return
+    except (ValueError, AttributeError):
+      pass  # damaged; nothing reads it but people, so it is written anew
   written = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
   manifest.write_json(path, {**content, "written": written})
 

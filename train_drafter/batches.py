@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 
+from train_drafter.store import StoredDocument
+
 
 @dataclasses.dataclass(frozen=True)
 class Document:
@@ -15,16 +17,19 @@ class Document:
   Attributes:
     tokens: [n] ids.
     first: the first supervised position; the positions first...n-2 each predict the next token.
-    hidden: [n - 1 - first, D] bfloat16 teacher states at the supervised positions.
+    hidden: [n - 1 - first, D] bfloat16 teacher states at the supervised positions; None where
+      `stored` has them.
     logsumexp: [n - 1 - first] of the teacher's logits.
     best: [n - 1 - first] the teacher's argmax.
+    stored: the document in the feature store, read when a batch needs it.
   """
 
   tokens: np.ndarray
   first: int
-  hidden: np.ndarray
+  hidden: np.ndarray | None
   logsumexp: np.ndarray
   best: np.ndarray
+  stored: StoredDocument | None = None
 
   @property
   def supervised(self) -> int:
@@ -34,8 +39,18 @@ class Document:
     """The document without what lies beyond `length` tokens: ids and states cut together."""
     keep = max(min(len(self.tokens), length) - 1 - self.first, 0)
     return dataclasses.replace(
-        self, tokens=self.tokens[:length], hidden=self.hidden[:keep],
-        logsumexp=self.logsumexp[:keep], best=self.best[:keep])
+        self, tokens=self.tokens[:length], logsumexp=self.logsumexp[:keep], best=self.best[:keep],
+        hidden=None if self.hidden is None else self.hidden[:keep])
+
+  def teacher_states(self) -> np.ndarray:
+    """[n - 1 - first, D] bfloat16."""
+    if self.hidden is not None:
+      return self.hidden
+    return self.stored.last_hidden(self.first, len(self.tokens) - 1)
+
+  def features(self) -> np.ndarray:
+    """[n, F] bfloat16 outputs of the tapped layers."""
+    return self.stored.features(0, len(self.tokens))
 
 
 class Packer:
@@ -48,7 +63,7 @@ class Packer:
 
   def __init__(
       self, documents: Sequence[Document], *, rows: int, seq_len: int, chunk: int, seed: int,
-      pad_id: int = 0):
+      pad_id: int = 0, features: int = 0):
     """Packs for training (`batch(step)`) or, in order, for validation (`in_order()`).
 
     Args:
@@ -58,9 +73,10 @@ class Packer:
       chunk: the supervised positions of a batch are padded to a multiple of it.
       seed: of the order.
       pad_id: id of the places that hold nothing.
+      features: F, width of the features that batches hold; 0 for none.
     """
     self.documents, self.rows, self.seq_len, self.seed = documents, rows, seq_len, seed
-    self.pad_id = pad_id
+    self.pad_id, self.features = pad_id, features
     supervised = sum(d.supervised for d in documents)
     share = supervised / sum(len(d.tokens) for d in documents)
     # The supervised positions of a row are bounded near their mean share, so that the buffer of a
@@ -78,7 +94,7 @@ class Packer:
       left -= self.batches(epoch)
       epoch += 1
     rows = self._epoch(epoch)[left * self.rows:(left + 1) * self.rows]
-    return self._arrays(rows)
+    return self._arrays(rows) | {"step": np.int32(step)}
 
   def batches(self, epoch: int) -> int:
     """Batches of an epoch."""
@@ -95,7 +111,8 @@ class Packer:
   def in_order(self) -> list[dict[str, np.ndarray]]:
     """Batches of all documents once, in their order; the last may be short of rows."""
     rows = self._pack(range(len(self.documents)))
-    return [self._arrays(rows[i:i + self.rows]) for i in range(0, len(rows), self.rows)]
+    return [self._arrays(rows[i:i + self.rows]) | {"step": np.int32(i)}
+            for i in range(0, len(rows), self.rows)]
 
   def _epoch(self, epoch: int) -> list[list[int]]:
     while len(self._epochs) <= epoch:
@@ -124,7 +141,8 @@ class Packer:
 
   def _arrays(self, rows: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
     R, T, M = self.rows, self.seq_len, self.places
-    D = self.documents[0].hidden.shape[1]
+    states = {i: self.documents[i].teacher_states() for row in rows for i in row}
+    D = next(iter(states.values())).shape[1]
     out = {
         "tokens": np.full((R, T), self.pad_id, np.int32),
         "positions": np.zeros((R, T), np.int32),
@@ -134,7 +152,10 @@ class Packer:
         "hidden": np.zeros((M, D), ml_dtypes.bfloat16),
         "logsumexp": np.zeros(M, np.float32),
         "best": np.zeros(M, np.int32),
+        "teacher": np.full((R, T), -1, np.int32),
     }
+    if self.features:
+      out["features"] = np.zeros((R, T, self.features), ml_dtypes.bfloat16)
     m = 0
     for r, row in enumerate(rows):
       at = 0
@@ -147,7 +168,11 @@ class Packer:
         new = slice(m, m + d.supervised)
         out["place"][new] = r * T + at + d.first + np.arange(d.supervised)
         out["weight"][new] = 1.0
-        out["hidden"][new] = d.hidden
+        out["teacher"][r, at + d.first:at + d.first + d.supervised] = np.arange(
+            m, m + d.supervised)
+        if self.features:
+          out["features"][r, at:at + n] = d.features()
+        out["hidden"][new] = states[i]
         out["logsumexp"][new] = d.logsumexp
         out["best"][new] = d.best
         at, m = at + n, m + d.supervised

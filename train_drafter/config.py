@@ -11,6 +11,7 @@ import math
 import typing
 from dataclasses import dataclass, field
 
+from spec_jax import drafters
 from spec_jax.errors import UserError
 from spec_jax.verify import RULES
 
@@ -58,13 +59,32 @@ class GenerateConfig:
 
 
 @dataclass(slots=True)
+class FeaturesConfig:
+  """How drafters that read the target's hidden states get them."""
+
+  mode: str = "store"  # store, online (the target runs in the training program) or topk
+  topk: int = 64  # log probabilities kept of each token in mode topk
+  shard_tokens: int = 65536  # tokens of one part of the store
+  batch_rows: int = 8  # rows the target re-reads at once
+  seq_len: int = 512  # tokens of such a row
+  verify_documents: int = 8  # documents that verify_store compares
+
+
+@dataclass(slots=True)
 class DrafterConfig:
   """What is trained."""
 
-  kind: str = "small_lm"
-  init_layers: tuple[int, ...] = (0, 29)  # target layers it starts from, 0-based
+  kind: str = "small_lm"  # small_lm, eagle3, dflash or dspark
+  # Target layers it starts from, 0-based: one for each layer of the drafter.
+  init_layers: tuple[int, ...] = (0, 29)
   init: str = "target"  # target (copies of init_layers) or random
   draft_vocab: int = 16384  # most frequent ids it can propose; 0 for all
+  steps: int = 3  # eagle3: draft steps that training simulates (training-time test)
+  num_taps: int = 5  # dflash, dspark: layers of the target that are read
+  block_size: int = 8  # dflash: anchor and drafts; dspark: drafts
+  anchors: int = 32  # dflash, dspark: blocks of a training row
+  mask_id: int = -1  # dflash, dspark: id of the places to fill; -1 for an unused control token
+  markov_rank: int = 256  # dspark
 
 
 @dataclass(slots=True)
@@ -72,6 +92,7 @@ class TrainConfig:
   """How it is trained."""
 
   loss: str = "fkl"  # ce, fkl, rkl, jsd, tv, lk_alpha, lk_hybrid, ce_tv
+  position_weight: str = "exp"  # of later places of a draft: exp (as the drafter has it) or uniform
   steps: int = 0  # 0: as many as fit into budget_s, measured at the start
   budget_s: float = 480.0  # of one run, which stops at 1.15 times this; 0 for no limit
   batch_rows: int = 4
@@ -112,6 +133,7 @@ class EvaluateConfig:
   same_shape: bool = True  # greedy text of all prompts against the same-shape baseline
   speed_prompts: int = 9  # timed one by one, plain and speculative interleaved; 0 for all
   ngram: str = "ngram:3-1"
+  lookup: str = ""  # MAX-MIN, such as 3-2: also measure prompt lookup over the trained drafter
   seed: int = 0
 
 
@@ -129,6 +151,7 @@ class Config:
   target: TargetConfig = field(default_factory=TargetConfig)
   prompts: PromptsConfig = field(default_factory=PromptsConfig)
   generate: GenerateConfig = field(default_factory=GenerateConfig)
+  features: FeaturesConfig = field(default_factory=FeaturesConfig)
   drafter: DrafterConfig = field(default_factory=DrafterConfig)
   train: TrainConfig = field(default_factory=TrainConfig)
   evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
@@ -141,13 +164,17 @@ def finalize(cfg: Config) -> None:
 
 
 DTYPES = ("float32", "bfloat16")
+KINDS = ("small_lm", "eagle3", "dflash", "dspark")
 LOSSES = ("ce", "fkl", "rkl", "jsd", "tv", "lk_alpha", "lk_hybrid", "ce_tv")
 _AT_LEAST = {  # field -> smallest value allowed
     "prompts.count": 0, "prompts.self_written": 0, "prompts.eval_per_category": 0,
     "prompts.overlap_words": 1,
     "generate.answers": 1, "generate.max_new_tokens": 1, "generate.max_prompt_tokens": 1,
     "generate.batch_size": 1, "generate.budget_s": 0, "generate.top_k": 0,
-    "drafter.draft_vocab": 0,
+    "features.topk": 1, "features.shard_tokens": 1024, "features.batch_rows": 1,
+    "features.seq_len": 32, "features.verify_documents": 1,
+    "drafter.draft_vocab": 0, "drafter.steps": 1, "drafter.num_taps": 1, "drafter.block_size": 2,
+    "drafter.anchors": 1, "drafter.mask_id": -1, "drafter.markov_rank": 1,
     "train.steps": 0, "train.budget_s": 0, "train.batch_rows": 1, "train.seq_len": 8,
     "train.lr": 0, "train.clip": 0, "train.max_bad_steps": 1, "train.chunk": 1,
     "train.validation": 1, "train.eval_every": 0, "train.keep": 1, "train.weight_decay": 0,
@@ -157,7 +184,8 @@ _AT_LEAST = {  # field -> smallest value allowed
 _ONE_OF = {
     "target.dtype": DTYPES, "train.dtype": DTYPES, "evaluate.dtype": DTYPES,
     "evaluate.identity_dtype": DTYPES,
-    "evaluate.drafter_dtype": DTYPES, "drafter.kind": ("small_lm",), "train.loss": LOSSES,
+    "evaluate.drafter_dtype": DTYPES, "drafter.kind": KINDS, "train.loss": LOSSES,
+    "train.position_weight": ("exp", "uniform"), "features.mode": ("store", "online", "topk"),
     "drafter.init": ("target", "random")}
 _SHARES = {  # field -> zero allowed
     "prompts.max_dropped_share": True, "prompts.self_written_top_p": False,
@@ -200,6 +228,11 @@ def validate(cfg: Config) -> None:
     raise UserError(
         f"generate.max_prompt_tokens={cfg.generate.max_prompt_tokens} must be below "
         f"train.seq_len={cfg.train.seq_len}: answers to longer prompts would be cut away")
+  most = cfg.drafter.block_size - (cfg.drafter.kind == "dflash")
+  if cfg.drafter.kind in ("dflash", "dspark") and cfg.evaluate.draft_len > most:
+    raise UserError(f"evaluate.draft_len={cfg.evaluate.draft_len} must be at most {most}: what a "
+                    f"{cfg.drafter.kind} drafter of drafter.block_size={cfg.drafter.block_size} "
+                    "drafts")
   if cfg.train.beta2 == 1:
     raise UserError("train.beta2=1.0 must be below 1: Adam divides by 1 - beta2**step")
   if not cfg.train.teacher_temperature > 0:
@@ -207,6 +240,15 @@ def validate(cfg: Config) -> None:
   if not cfg.train.steps and not cfg.train.budget_s:
     raise UserError("train.steps=0 needs train.budget_s > 0: steps are measured to fit into it")
   template_args(cfg)
+  try:
+    drafters.parse_ngram(cfg.evaluate.ngram)
+  except UserError as error:
+    raise UserError(f"evaluate.ngram: {error}") from None
+  if cfg.evaluate.lookup:
+    try:
+      drafters.parse_ngram(f"ngram:{cfg.evaluate.lookup}")
+    except UserError as error:
+      raise UserError(f"evaluate.lookup={cfg.evaluate.lookup!r}: {error}") from None
 
 
 def _check_types(cfg: Config) -> None:

@@ -3,11 +3,13 @@
 Called by train.py; evaluate.py reads the draft vocabulary of a run here.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 from flax import nnx
 
@@ -18,12 +20,13 @@ from train_drafter.batches import Document
 from train_drafter.config import Config
 from train_drafter.generate import Answer
 from train_drafter.progress import Bar
+from train_drafter.store import StoredDocument
 
 _SCORE_ROWS = 1024  # teacher states scored at once
 
 
 def prepare(
-    answers: Sequence[Answer], target: Target, cfg: Config, folder: Path,
+    answers: Sequence[Answer | StoredDocument], target: Target, cfg: Config, folder: Path,
 ) -> tuple[list[Document], list[Document], dict[str, Any]]:
   """Documents with teacher statistics; chooses the draft vocabulary.
 
@@ -36,12 +39,14 @@ def prepare(
   """
   if not answers:
     raise UserError("train: the generate stage left no answers")
+  whole = [(a.prompt, _document(a)) for a in answers]
   documents, of_prompt, dropped = [], {}, 0
-  for a, (lse, best) in zip(answers, teacher_statistics(answers, target, cfg), strict=True):
-    d = Document(a.tokens, a.prompt_len - 1, a.hidden, lse, best).cut(cfg.train.seq_len)
+  for (prompt, d), (lse, best) in zip(whole, teacher_statistics(
+      [d for _, d in whole], target, cfg), strict=True):
+    d = dataclasses.replace(d, logsumexp=lse, best=best).cut(cfg.train.seq_len)
     if d.supervised > 0:
       documents.append(d)
-      of_prompt.setdefault(a.prompt, []).append(d)
+      of_prompt.setdefault(prompt, []).append(d)
     else:
       dropped += 1
   if not documents:
@@ -81,10 +86,19 @@ def choose_vocabulary(counts: np.ndarray, size: int, config) -> np.ndarray | Non
   return np.sort(np.argsort(-ranked, kind="stable")[:size]).astype(np.int32)
 
 
+def _document(source: Answer | StoredDocument) -> Document:
+  """A document whose teacher statistics are still missing."""
+  nothing = np.zeros(0, np.float32)
+  if isinstance(source, Answer):
+    return Document(source.tokens, source.prompt_len - 1, source.hidden, nothing, nothing)
+  # An answer's first token is predicted by the prompt's last one.
+  return Document(source.tokens, source.first_answer - 1, None, nothing, nothing, source)
+
+
 def teacher_statistics(
-    answers: Sequence[Answer], target: Target, cfg: Config,
+    documents: Sequence[Document], target: Target, cfg: Config,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-  """(logsumexp, argmax) of the teacher's logits at every answered token, by answer."""
+  """(logsumexp, argmax) of the teacher's logits at every supervised position, by document."""
 
   @jax.jit
   def score(params, hidden):
@@ -92,17 +106,19 @@ def teacher_statistics(
     warm = logits / cfg.train.teacher_temperature
     return jax.nn.logsumexp(warm, -1), sampling.argmax(logits)
 
-  hidden = np.concatenate([a.hidden for a in answers])
-  count = len(hidden)
-  hidden = np.pad(hidden, ((0, -count % _SCORE_ROWS), (0, 0)))
-  parts = []
+  count, done = sum(d.supervised for d in documents), []
+  waiting = np.zeros((0, target.config.hidden_size), ml_dtypes.bfloat16)
   with Bar("teacher", total=count) as bar:
-    for i in range(0, len(hidden), _SCORE_ROWS):
-      parts.append(jax.device_get(score(target.params, hidden[i:i + _SCORE_ROWS])))
-      rows = min(_SCORE_ROWS, count - i)
-      bar.advance(rows, amount=rows)
-  lse, best = (np.concatenate(x)[:count] for x in zip(*parts, strict=True))
-  edges = np.cumsum([len(a.hidden) for a in answers])[:-1]
+    for k, d in enumerate(documents):
+      waiting = np.concatenate([waiting, d.teacher_states()])
+      last = k == len(documents) - 1
+      while len(waiting) >= _SCORE_ROWS or (last and len(waiting)):
+        part, waiting = waiting[:_SCORE_ROWS], waiting[_SCORE_ROWS:]
+        full = np.pad(part, ((0, _SCORE_ROWS - len(part)), (0, 0)))
+        done.append([x[:len(part)] for x in jax.device_get(score(target.params, full))])
+        bar.advance(len(part), amount=len(part))
+  lse, best = (np.concatenate(x) for x in zip(*done, strict=True)) if done else ((), ())
+  edges = np.cumsum([d.supervised for d in documents])[:-1]
   yield from zip(np.split(lse, edges), np.split(best, edges), strict=True)
 
 

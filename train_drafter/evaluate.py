@@ -2,7 +2,7 @@
 
 Reads `prompts/eval.jsonl` and `train/drafter`; writes `evaluate/`: one file of records for each
 drafter and setting (a stopped stage goes on with the missing ones), one of speed and identity for
-each dtype, and from them report.json and report.md, which are also printed.
+each dtype, and from them report.json and report.md.
 
 Identity is measured twice. Over all evaluation prompts (or identity_per_category of them, since it
 is the dearest part) in float32, batched: the certificate of `spec_jax.audit`, also written to
@@ -42,7 +42,7 @@ from train_drafter.prompts import evaluation_set, with_system
 from train_drafter.train import initial_drafter
 
 STAGE = "evaluate"
-TRAINED, NGRAM, UNTRAINED = "small_lm", "ngram", "untrained"
+NGRAM, LOOKUP, UNTRAINED = "ngram", "lookup", "untrained"
 _WIDTH = identity.WIDTH
 _COST_REPEATS = 11
 _LEAST_TIMED = 8  # rounds' worth of tokens below which a decode is too short to time
@@ -76,11 +76,15 @@ class Bench:
     dtype = self.cfg.evaluate.drafter_dtype
     if name == NGRAM:
       return spec_jax.load_drafter(self.cfg.evaluate.ngram, self.target)
-    if name == TRAINED:
-      return spec_jax.load_drafter(str(self.workdir / "train" / "drafter"), self.target, dtype)
+    folder = self.workdir / "train" / "drafter"
+    if name == self.cfg.drafter.kind:
+      return spec_jax.load_drafter(str(folder), self.target, dtype)
+    if name == LOOKUP:
+      return spec_jax.load_drafter(
+          f"lookup:{self.cfg.evaluate.lookup}:{folder}", self.target, dtype)
     vocabulary = draft_vocabulary(self.workdir / "train")
     module = initial_drafter(self.cfg, self.target, vocabulary, dtype)
-    return drafters_lib.wrap("small_lm", name, module)
+    return drafters_lib.wrap(self.cfg.drafter.kind, name, module)
 
   def spread(self, per_category: int) -> list[int]:
     """Indices of the first prompts of every category, all of them for 0."""
@@ -103,8 +107,14 @@ class Bench:
     return ranked[:self.cfg.evaluate.speed_prompts or len(ranked)]
 
 
+def names(cfg: Config) -> list[str]:
+  """Every drafter that is measured, the trained one first."""
+  lookup = [LOOKUP] if cfg.evaluate.lookup else []
+  return [cfg.drafter.kind, NGRAM, *lookup, UNTRAINED]
+
+
 def run(cfg: Config, workdir: Path) -> Path:
-  """Writes `workdir`/evaluate and prints the report; reuses what is there.
+  """Writes `workdir`/evaluate; reuses what is there.
 
   Raises:
     UserError: a stage before it has not run, or the folder belongs to another config.
@@ -125,7 +135,6 @@ def run(cfg: Config, workdir: Path) -> Path:
       folder, stage=STAGE, config=part, inputs=inputs, target=target_id(target))
   if opened.complete:
     print(f"{STAGE}: reused")
-    report.print_report(report.report_from_folder(folder))
     return folder
   args = config_lib.template_args(cfg)
   ids = [encode_prompt(target, p["messages"], i, args) for i, p in enumerate(prompts)]
@@ -135,7 +144,7 @@ def run(cfg: Config, workdir: Path) -> Path:
       target = spec_jax.load_target(cfg.target.source, dtype=kind)
     bench = Bench(cfg, workdir, target, prompts, ids)
     for heat, rule in settings(cfg) if kind == options.dtype else ():
-      for name in (TRAINED, NGRAM, UNTRAINED):
+      for name in names(cfg):
         with _clock(spent, f"acceptance {name} T={heat:g} {rule}"):
           acceptance(bench, name, heat, rule)
     if kind == options.identity_dtype and options.same_shape:
@@ -145,10 +154,9 @@ def run(cfg: Config, workdir: Path) -> Path:
       with _clock(spent, f"speed {kind}"):
         speed_and_identity(bench)
   made = collect(cfg, workdir, opened, inputs["train"].counts, len(prompts))
-  report.write_report(made, folder)
+  report.write_report(made, folder)  # printed by the report stage, which follows
   manifest.finish(folder, opened, {
       "prompts": len(prompts), "seconds": {n: round(s, 1) for n, s in spent.items()}})
-  report.print_report(made)
   return folder
 
 
@@ -243,13 +251,13 @@ def identity_of_batch(bench: Bench) -> list[dict]:
         bars[way].advance(1, amount=len(row.tokens))
 
       certificate, _ = audit.audit(
-          bench.target, bench.drafter(TRAINED), [bench.ids[i] for i in members],
+          bench.target, bench.drafter(bench.cfg.drafter.kind), [bench.ids[i] for i in members],
           draft_len=options.draft_len, max_new_tokens=options.max_new_tokens,
           batch_size=options.batch_size, names=[bench.prompts[i]["id"] for i in members],
           on_finish=count)
     audit.write(certificate, bench.workdir / STAGE)
     return [{
-        "dtype": bench.target.dtype, "drafter": TRAINED, "prompts": len(members),
+        "dtype": bench.target.dtype, "drafter": bench.cfg.drafter.kind, "prompts": len(members),
         "identical_same_shape": certificate["identical_same_shape"] / len(members),
         "identical_width_1": certificate["identical_width_1"] / len(members),
         "batch_size": options.batch_size, "decode": "batched", "verdict": certificate["verdict"],
@@ -275,7 +283,8 @@ def _measure_speed(bench: Bench) -> dict[str, list[dict]]:
   make = lambda drafter: speed.Single(
       bench.target, drafter, options.draft_len, size, options.max_new_tokens)
   plain = make(None)
-  sides = {name: make(bench.drafter(name)) for name in (NGRAM, TRAINED)}
+  timed = [name for name in names(bench.cfg)[1:] if name != UNTRAINED]
+  sides = {name: make(bench.drafter(name)) for name in (*timed, bench.cfg.drafter.kind)}
   # The batched comparison has the same-shape baseline of its own dtype already.
   baseline = not (options.same_shape and bench.target.dtype == options.identity_dtype)
   text: dict[str, list[list[int]]] = {n: [] for n in ("plain", "same shape", *sides)}
@@ -357,7 +366,7 @@ def collect(
   rows = {
       name: {key: report.load_records(records_path(workdir, name, *key))[name][key]
              for key in settings(cfg)}
-      for name in (TRAINED, NGRAM, UNTRAINED)}
+      for name in names(cfg)}
   parts = folder / "parts"
   speeds, identities = [], []
   if (parts / "identity.json").exists():
@@ -367,7 +376,7 @@ def collect(
     speeds += part["speed"]
     identities += part["identity"]
   report.save_evaluation(
-      folder, records=rows, target=cfg.target.source, drafter=TRAINED,
+      folder, records=rows, target=cfg.target.source, drafter=cfg.drafter.kind,
       draft_len=options.draft_len, max_new_tokens=options.max_new_tokens, speed=speeds,
       identity=identities, training_estimate=trained.get("training_estimate", []),
       seed=options.seed,

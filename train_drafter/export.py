@@ -24,7 +24,7 @@ from spec_jax.weights.safetensors import write_folder
 from train_drafter import config as config_lib
 from train_drafter import manifest, report
 from train_drafter.config import Config
-from train_drafter.evaluate import TRAINED, evaluation_prompts, records_path
+from train_drafter.evaluate import evaluation_prompts, records_path
 from train_drafter.generate import target_id
 
 STAGE = "export"
@@ -124,7 +124,8 @@ def measure(
           "acceptance.reduced is the drafter with it, on the same prompts."),
       "identical": sum(a == b for a, b in zip(ours.tokens, plain.tokens, strict=True)),
       "acceptance": {"exported": group(ours.records),
-                     "reduced": _reduced(workdir, [p["id"] for p in golden], group)},
+                     "reduced": _reduced(
+                         workdir, cfg.drafter.kind, [p["id"] for p in golden], group)},
       "cases": [
           {"id": p["id"], "category": p["category"], "prompt_ids": ids[i],
            "plain": plain.tokens[i], "speculative": ours.tokens[i],
@@ -135,10 +136,10 @@ def measure(
           for i, p in enumerate(golden)]}
 
 
-def _reduced(workdir: Path, ids: Sequence[str], group) -> dict[str, Any] | None:
+def _reduced(workdir: Path, kind: str, ids: Sequence[str], group) -> dict[str, Any] | None:
   """What the evaluation recorded for the same prompts at T=0; None where it did not decode so."""
-  path = records_path(workdir, TRAINED, 0.0, "greedy")
+  path = records_path(workdir, kind, 0.0, "greedy")
   if not path.exists():
     return None
-  rows = {r["id"]: r["records"] for r in report.load_records(path)[TRAINED][0.0, "greedy"]}
+  rows = {r["id"]: r["records"] for r in report.load_records(path)[kind][0.0, "greedy"]}
   return group([rows[i] for i in ids])

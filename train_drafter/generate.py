@@ -10,6 +10,8 @@ import dataclasses
 import json
 import os
 import time
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import numpy as np
 import spec_jax
 from spec_jax.errors import UserError
 from spec_jax.generate import Finished, Run, encode_prompt
+from spec_jax.models.config import DecoderConfig
 from spec_jax.target import Target
 from train_drafter import config as config_lib
 from train_drafter import manifest
@@ -60,9 +63,21 @@ def target_id(target: Target) -> manifest.TargetId:
 
 
 def read_jsonl(path: Path) -> list[dict]:
-  """The objects of a file that this project wrote."""
-  with open(path, encoding="utf-8") as file:
-    return [json.loads(line) for line in file]
+  """The objects of a file that this project wrote.
+
+  Raises:
+    UserError: it is gone or damaged, with the number of the line.
+  """
+  rows = []
+  try:
+    with open(path, encoding="utf-8") as file:
+      for line in file:
+        rows.append(json.loads(line))
+  except (OSError, ValueError) as error:
+    reason = getattr(error, "strerror", None) or "damaged"
+    raise UserError(f"{path}:{len(rows) + 1}: {reason}; remove {path.parent} and run its stage "
+                    "again") from None
+  return rows
 
 
 def run(cfg: Config, workdir: Path) -> Path:
@@ -98,10 +113,7 @@ def check_later_stages(cfg: Config, target: Target, evaluation: Sequence[dict]) 
   Raises:
     UserError: names the field, or the evaluation prompt that is longer than the context.
   """
-  layers, held = cfg.drafter.init_layers, target.config.num_layers
-  if cfg.drafter.init == "target" and max(layers) >= held:
-    raise UserError(f"drafter.init_layers={layers} must name layers 0..{held - 1} of the target")
-  spec_jax.load_drafter(cfg.evaluate.ngram, target)
+  check_layers(cfg, target.config)
   if cfg.evaluate.path:
     evaluation_set(dataclasses.replace(cfg.prompts, eval_path=cfg.evaluate.path))
   args = config_lib.template_args(cfg)
@@ -110,6 +122,20 @@ def check_later_stages(cfg: Config, target: Target, evaluation: Sequence[dict]) 
     if length > target.config.max_position:
       raise UserError(f"evaluation prompt {prompt['id']} has {length} tokens and the target's "
                       f"context holds {target.config.max_position}")
+
+
+def check_layers(cfg: Config, target: DecoderConfig) -> None:
+  """Refuses a drafter that copies or taps layers that the target does not have.
+
+  Raises:
+    UserError: names the field and the layers there are, or the target is too shallow.
+  """
+  from train_drafter.extract import taps_of  # which reads this file
+
+  layers, held = cfg.drafter.init_layers, target.num_layers
+  if cfg.drafter.init == "target" and max(layers) >= held:
+    raise UserError(f"drafter.init_layers={layers} must name layers 0..{held - 1} of the target")
+  taps_of(cfg, held)
 
 
 def load_answers(folder: Path) -> list[Answer]:
@@ -141,7 +167,7 @@ def _answer_all(cfg: Config, target: Target, prompts: Sequence[dict], folder: Pa
   part = len(list(folder.glob("part-*.npz")))
   waiting: list[Answer] = []
   try:
-    with Bar("generate", total=len(fits), start=len(done)) as bar:
+    with Bar("generate", total=len(fits), start=len(done), budget=options.budget_s) as bar:
       for row in _within_budget(work, options.budget_s):
         k, asked = todo[row.index], work.ids[row.index]
         waiting.append(Answer(
@@ -197,14 +223,21 @@ def _write_part(path: Path, answers: Sequence[Answer]) -> None:
 
 
 def _read_part(path: Path) -> Iterator[Answer]:
-  with np.load(path) as part:
-    tokens, hidden = part["tokens"], part["hidden_bfloat16"].view(ml_dtypes.bfloat16)
-    at = state = 0
-    rows = (part[name] for name in ("job", "prompt", "length", "prompt_len", "temperature"))
-    for job, prompt, n, p, t in zip(*rows, strict=True):
-      yield Answer(int(job), int(prompt), tokens[at:at + n], int(p), hidden[state:state + n - p],
-                   float(t))
-      at, state = at + n, state + n - p
+  try:
+    # Opened here: numpy leaves a file open when it is no archive.
+    with open(path, "rb") as file, np.load(file) as found:
+      part = {name: found[name] for name in (
+          "job", "prompt", "length", "prompt_len", "temperature", "tokens", "hidden_bfloat16")}
+  except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    raise UserError(f"{path}: damaged ({error}); remove {path.parent} and run its stage "
+                    "again") from None
+  tokens, hidden = part["tokens"], part["hidden_bfloat16"].view(ml_dtypes.bfloat16)
+  at = state = 0
+  rows = (part[name] for name in ("job", "prompt", "length", "prompt_len", "temperature"))
+  for job, prompt, n, p, t in zip(*rows, strict=True):
+    yield Answer(int(job), int(prompt), tokens[at:at + n], int(p), hidden[state:state + n - p],
+                 float(t))
+    at, state = at + n, state + n - p
 
 
 def _write_texts(folder, target, prompts, jobs, answers) -> None:

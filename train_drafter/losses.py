@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax import sampling
-from spec_jax.models.decoder import linear
 from spec_jax.types import pytree
 
 
@@ -173,45 +172,55 @@ def kept_mass(
 
 
 def chunked_sums(
-    token_sums: Callable[[Array, Any], dict[str, Array]],
-    hidden: Float[Array, "M D"],
-    head: Float[Array, "V D"],
+    token_sums: Callable[[Array, Any, Any], dict[str, Array]],
+    hidden: Float[Array, "M *E"],
+    trained: Any,
     rest: Any,
     chunk: int,
 ) -> dict[str, Array]:
-  """Sums over tokens of a loss and its metrics, differentiable with respect to `hidden` alone.
+  """Sums over tokens of a loss and its metrics, differentiable with respect to `hidden` and
+  `trained`.
 
   Args:
-    token_sums: (student logits [c, V], chunk of `rest`) -> scalars; the one named "loss" is
-      differentiated.
+    token_sums: (chunk of `hidden`, trained, chunk of `rest`) -> sums; the one named "loss" is
+      differentiated. It computes the logits: of what it closes over (a frozen head) there is no
+      gradient.
     hidden: student states, M a multiple of chunk.
-    head: frozen, so it gets no gradient.
+    trained: pytree of arrays of the head that are trained; {} for none.
     rest: pytree of arrays whose first axis is M.
     chunk: tokens scored at once.
   """
   if hidden.shape[0] % chunk:
     raise ValueError(f"{hidden.shape[0]} tokens are not a multiple of chunk={chunk}")
 
-  def forward(hidden):
+  def forward(hidden, trained):
     split = lambda x: x.reshape(-1, chunk, *x.shape[1:])
 
-    def step(sums, inputs):
-      part, rest = inputs
-      def score(part):
-        out = token_sums(linear(part, head), rest)
-        return out["loss"], out
-      (_, out), grad = jax.value_and_grad(score, has_aux=True)(part)
-      return jax.tree.map(jnp.add, sums, out), grad
+    def score(part, trained, rest):
+      out = token_sums(part, trained, rest)
+      return out["loss"], out
 
-    shapes = jax.eval_shape(
-        lambda: token_sums(linear(hidden[:chunk], head), jax.tree.map(lambda x: x[:chunk], rest)))
+    def step(carry, inputs):
+      sums, total = carry
+      part, rest = inputs
+      (_, out), (grad, more) = jax.value_and_grad(score, (0, 1), has_aux=True)(part, trained, rest)
+      return (jax.tree.map(jnp.add, sums, out), jax.tree.map(jnp.add, total, more)), grad
+
+    shapes = jax.eval_shape(lambda: token_sums(
+        hidden[:chunk], trained, jax.tree.map(lambda x: x[:chunk], rest)))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    sums, grads = jax.lax.scan(step, zeros, (split(hidden), jax.tree.map(split, rest)))
-    return sums, grads.reshape(hidden.shape)
+    # At least float32, whatever the arrays are: this is a sum over all chunks.
+    wide = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), trained)
+    (sums, total), grads = jax.lax.scan(
+        step, (zeros, wide), (split(hidden), jax.tree.map(split, rest)))
+    total = jax.tree.map(lambda x, like: x.astype(like.dtype), total, trained)
+    return sums, (grads.reshape(hidden.shape), total)
 
   @jax.custom_vjp
-  def run(hidden):
-    return forward(hidden)[0]
+  def run(hidden, trained):
+    return forward(hidden, trained)[0]
 
-  run.defvjp(forward, lambda grads, g: (grads * g["loss"].astype(grads.dtype),))
-  return run(hidden)
+  run.defvjp(forward, lambda grads, g: jax.tree.map(
+      lambda x: x * g["loss"].astype(x.dtype), grads))
+  return run(hidden, trained)

@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from flax import nnx
 import spec_jax
 from spec_jax import drafters, sampling
 from spec_jax.errors import UserError
-from spec_jax.models.decoder import linear, random_tensors
+from spec_jax.models.decoder import linear
 from spec_jax.target import Target
 from spec_jax.types import pytree
 from train_drafter import config as config_lib
@@ -34,11 +34,13 @@ from train_drafter.batches import Packer
 from train_drafter.checkpoint import Checkpoints, GracefulExit
 from train_drafter.config import Config, TrainConfig
 from train_drafter.documents import draft_vocabulary, prepare
+from train_drafter.extract import open_features
 from train_drafter.generate import load_answers, target_id
 from train_drafter.progress import Bar
 
 STAGE = "train"
 _CALIBRATION = 6  # steps that measure the time of a step
+_LEAST_STEPS = 20  # that a process takes even when compiling has used the budget up
 
 
 @pytree
@@ -90,43 +92,53 @@ def run(cfg: Config, workdir: Path) -> Path:
     UserError: the generate stage has not run, nothing is supervised, too many non-finite steps, or
       the folder belongs to another config.
   """
+  if cfg.features.mode == "topk" and cfg.drafter.kind != "small_lm":
+    raise UserError("features.mode=topk: a drafter trains on whole distributions so far; use "
+                    "store or online")
   workdir = Path(workdir)
   folder = workdir / STAGE
-  source = manifest.require(workdir / "generate", "generate", cfg)
+  source = {name: manifest.require(workdir / name, name, cfg) for name in sources(cfg)}
   target = spec_jax.load_target(cfg.target.source, dtype=cfg.train.dtype)
   opened = manifest.begin(
       folder, stage=STAGE,
       config=config_lib.part(cfg, "drafter", "train", without=("train.profile", "train.keep")),
-      inputs={"generate": source}, target=target_id(target))
+      inputs=source, target=target_id(target))
   if opened.complete:
     print(f"{STAGE}: {opened.counts['steps']} steps, reused")
     return folder
   began = time.monotonic()
-  answers = load_answers(workdir / "generate")
+  stored = "extract" in source and cfg.features.mode == "store"
+  if stored:
+    answers = open_features(cfg, workdir, target.config.num_layers).documents
+  else:
+    answers = load_answers(workdir / "generate")
   kept, held, counts = prepare(answers, target, cfg, folder)
   print(f"{STAGE}: {counts['documents']} answers, {counts['supervised']} supervised tokens "
         f"({counts['dropped']} answers with nothing to learn dropped), draft vocabulary covers "
         f"{counts['draft_vocab_coverage']:.2%}", flush=True)
+  module = initial_drafter(cfg, target, draft_vocabulary(folder))
   pack = functools.partial(
       Packer, rows=cfg.train.batch_rows, seq_len=cfg.train.seq_len, chunk=cfg.train.chunk,
-      seed=cfg.train.seed, pad_id=max(target.config.pad_id, 0))
-  module = initial_drafter(cfg, target, draft_vocabulary(folder))
+      seed=cfg.train.seed, pad_id=max(target.config.pad_id, 0),
+      features=len(module.taps) * target.config.hidden_size if stored else 0)
   result = fit(cfg, target, module, pack(kept), pack(held).in_order(), folder, began)
   manifest.finish(folder, opened, counts | result)
   return folder
 
 
+def sources(cfg: Config) -> tuple[str, ...]:
+  """The stages that training reads: the answers, and the features where the drafter reads some."""
+  return ("generate",) if cfg.drafter.kind == "small_lm" else ("generate", "extract")
+
+
 def initial_drafter(
     cfg: Config, target: Target, draft_ids: np.ndarray | None, dtype: str | None = None):
   """The untrained drafter of a config (also evaluate's control)."""
-  layers = tuple(cfg.drafter.init_layers)
-  if cfg.drafter.init == "target":
-    return drafters.init_from_target(target, layers, draft_ids, dtype)
-  config = dataclasses.replace(target.config, num_layers=len(layers))
-  tensor = random_tensors(config, cfg.train.seed)
-  names = [n for n in drafters.tensor_shapes(config) if n not in ("embed", "head")]
-  return drafters.small_lm(
-      target, {n: tensor(n) for n in names}, config, dtype=dtype, draft_ids=draft_ids)
+  d = cfg.drafter
+  return drafters.init_learned(
+      d.kind, target, tuple(d.init_layers), steps=d.steps, num_taps=d.num_taps,
+      block_size=d.block_size, anchors=d.anchors, mask_id=d.mask_id, rank=d.markov_rank,
+      draft_ids=draft_ids, dtype=dtype, seed=cfg.train.seed, random=d.init == "random")
 
 
 # One step.
@@ -150,40 +162,53 @@ def make_setup(cfg: Config, target: Target, module: Any, steps: int) -> tuple[Se
 
 
 def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict):
-  """Sums over the supervised positions: loss, alpha, greedy match, the teacher's mass on the draft
-  vocabulary, and their count."""
+  """Sums over the states that predict something: loss and its weight; and, by place in the draft,
+  alpha, greedy match, the teacher's mass on the draft vocabulary, and their count."""
   options = setup.options
   low = jnp.dtype(options.dtype)
   params = jax.tree.map(lambda x: x.astype(low) if x.ndim > 1 else x, params)
   module = nnx.merge(setup.graph, params, frozen)
   target = nnx.merge(setup.target, target_params)
-  hidden = module.train_hidden(batch["tokens"], batch["positions"], batch["segments"], target)
-  states = hidden.reshape(-1, hidden.shape[-1])[batch["place"]]
-  head = module.head_weight(target)
-  reduced, real = hasattr(module, "draft_ids"), target.config.vocab_real
-  ids = module.draft_ids[...] if reduced else jnp.arange(head.shape[0])
-
-  def token_sums(student, rest):
-    # Both sides: a drafter decodes at the temperature of its target.
-    student, teacher = (
-        z / options.teacher_temperature for z in (student, linear(rest["hidden"], head)))
-    if not reduced and real < head.shape[0]:  # ids of the padding are out, as in decoding
-      student, teacher = (jnp.where(ids < real, z, -jnp.inf) for z in (student, teacher))
-    weight = rest["weight"]
-    detached = jax.lax.stop_gradient(student)
-    match = ids[sampling.argmax(detached)] == rest["best"]
-    alpha = losses.overlap(detached, teacher, rest["logsumexp"])
-    return {
-        "loss": jnp.sum(weight * losses.LOSSES[options.loss](
-            student, losses.Teacher(teacher, rest["logsumexp"], rest["label"]))),
-        "alpha": jnp.sum(weight * alpha), "greedy_match": jnp.sum(weight * match),
-        "kept_mass": jnp.sum(weight * losses.kept_mass(teacher, rest["logsumexp"])),
-        "count": jnp.sum(weight)}
-
-  rest = {name: batch[name] for name in ("hidden", "weight", "logsumexp", "best")}
+  key = jax.random.fold_in(jax.random.key(options.seed), batch["step"])
+  states = module.train_states(batch, target, key)
+  ids = module.draft_ids[...] if hasattr(module, "draft_ids") else None
+  head = module.head_weight(target)  # frozen: also the teacher's
   following = jnp.roll(batch["tokens"].reshape(-1), -1)[batch["place"]]  # the data token
-  rest["label"] = module.draft_place[...][following] if reduced else following
-  return losses.chunked_sums(token_sums, states, head, rest, options.chunk)
+  rows_of = {name: batch[name] for name in ("hidden", "logsumexp", "best")} | {
+      "label": following if ids is None else module.draft_place[...][following]}
+
+  def token_sums(part, trained, rest):
+    teacher = {name: value[rest["source"]] for name, value in rows_of.items()}
+    rows = module.masked(linear(teacher["hidden"], head), target) / options.teacher_temperature
+    known = losses.Teacher(rows, teacher["logsumexp"], teacher["label"])
+    kept = losses.kept_mass(rows, known.logsumexp)
+    total: dict[str, Array] = {}
+    for j in range(part.shape[1]):
+      student = module.masked(module.train_logits(part[:, j], target, trained), target)
+      student = student / options.teacher_temperature  # as a drafter decodes at its target's
+      best = sampling.argmax(jax.lax.stop_gradient(student))
+      match = (best if ids is None else ids[best]) == teacher["best"]
+      alpha = losses.overlap(jax.lax.stop_gradient(student), rows, known.logsumexp)
+      weight, depth = rest["weight"][:, j], rest["depth"][:, j]
+      used = (weight > 0).astype(jnp.float32)
+      if options.position_weight == "uniform":
+        weight = used
+      each = losses.LOSSES[options.loss](student, known)
+      if "confidence" in trained:  # 2607.05147: learns 1 - TV, for the report alone
+        each += optax.sigmoid_binary_cross_entropy(
+            module.confidence_logit(part[:, j], trained["confidence"]), alpha)
+      sums = {"loss": jnp.sum(weight * each), "weight": jnp.sum(weight)}
+      places = {"alpha": alpha, "greedy_match": match, "kept_mass": kept, "count": 1.0}
+      for name, value in places.items():
+        sums[name] = jnp.zeros(module.depths).at[depth].add(used * value)
+      total = {name: total.get(name, 0.0) + value for name, value in sums.items()}
+    return total
+
+  short = -states.source.shape[0] % options.chunk
+  pad = lambda x: jnp.pad(x, ((0, short), *[(0, 0)] * (x.ndim - 1)))
+  rest = {name: pad(getattr(states, name)) for name in ("source", "weight", "depth")}
+  return losses.chunked_sums(
+      token_sums, pad(states.hidden), module.head_parameters(), rest, options.chunk)
 
 
 @functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("state",))
@@ -194,18 +219,19 @@ def train_step(setup: Setup, state: TrainState, frozen: Any, target_params: Any,
   """
   def mean_loss(params):
     sums = batch_sums(setup, params, frozen, target_params, batch)
-    return sums["loss"] / jnp.maximum(sums["count"], 1), sums
+    # Weights of a block sum to less than one each: the guard is for a batch without any.
+    return sums["loss"] / jnp.where(sums["weight"] > 0, sums["weight"], 1.0), sums
 
   (loss, sums), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-  usable = finite & (sums["count"] > 0)
+  usable = finite & (sums["weight"] > 0)
   updates, opt_state = setup.optimizer.update(grads, state.opt_state, state.params)
   keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(usable, a, b), new, old)
   state = TrainState(
       params=keep(optax.apply_updates(state.params, updates), state.params),
       opt_state=keep(opt_state, state.opt_state),
-      step=state.step + (sums["count"] > 0),
+      step=state.step + (sums["weight"] > 0),
       bad=jnp.where(finite, 0, state.bad + 1),
       skipped=state.skipped + ~finite)
   return state, sums | {"grad_norm": norm, "bad": state.bad, "skipped": state.skipped}
@@ -217,16 +243,52 @@ def validation_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, 
   return batch_sums(setup, params, frozen, target_params, batch)
 
 
-def validate(setup: Setup, params: Any, target_params: Any, batches: Sequence[dict]) -> dict:
-  """Means over the validation batches, named as in `batch_sums`."""
-  total: dict[str, float] = {}
+def validate(setup: Setup, params: Any, target_params: Any, batches: Iterable[dict]) -> dict:
+  """Means over the validation batches, as `means` names them."""
+  total: dict[str, np.ndarray] = {}
   for batch in batches:
     sums = jax.device_get(validation_sums(setup, params, setup.frozen, target_params, batch))
-    total = {name: total.get(name, 0.0) + float(value) for name, value in sums.items()}
-  return {n: v / total["count"] for n, v in total.items() if n != "count"}
+    total = {name: total.get(name, 0.0) + value for name, value in sums.items()}
+  return means(total)
+
+
+def means(sums: dict[str, np.ndarray]) -> dict[str, Any]:
+  """Means of the sums of `batch_sums`: loss; alpha, greedy_match and kept_mass of the first drafted
+  token; and of a drafter with several draft places also the list over all, and the tau that these
+  would give if places were independent (an estimate over uniform anchors)."""
+  count = np.maximum(sums["count"], 1)
+  out: dict[str, Any] = {"loss": float(sums["loss"] / max(sums["weight"], 1e-9))}
+  for name in ("alpha", "greedy_match", "kept_mass"):
+    out[name] = float(sums[name][0] / count[0])
+  if len(count) > 1:
+    for name in ("alpha", "greedy_match"):
+      places = sums[name] / count
+      out[f"{name}_by_place"] = [round(float(x), 4) for x in places]
+      out[f"{name}_tau"] = float(1 + np.cumprod(places).sum())
+  return out
+
+
+def quality(found: dict[str, Any]) -> float:
+  """What the best checkpoint has most of: accepted drafts at T=1 and at T=0."""
+  return sum(found.get(f"{name}_tau", 1 + found[name]) - 1 for name in ("alpha", "greedy_match"))
 
 
 # The loop.
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "taps"))
+def _features(graph: Any, params: Any, taps: tuple[int, ...], tokens, positions, segments):
+  """Outputs [R, T, F] of the tapped layers of the target."""
+  return nnx.merge(graph, params).hidden(
+      tokens, positions, taps=taps, segments=segments).features.astype(jnp.bfloat16)
+
+
+def with_features(batch: dict, taps: tuple[int, ...], target: Target) -> dict:
+  """The batch with the features it lacks: the target runs (features.mode=online)."""
+  if not taps or "features" in batch:
+    return batch
+  return batch | {"features": _features(
+      target.graph, target.params, taps, *(batch[n] for n in ("tokens", "positions", "segments")))}
 
 
 def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path, began: float):
@@ -249,24 +311,26 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
         Bar("train", total=steps, start=step) as bar:
       while step < steps:
         profile.before(step - first)
-        batch = packer.batch(step)
+        batch = with_features(packer.batch(step), module.taps, target)
         state, sums = train_step(setup, state, setup.frozen, target.params, batch)
         step += 1
         note = None if last is None else log.step(*last, setup, packer)
         last = (step, sums)
         bar.advance(1, amount=float(batch["weight"].sum()), note=note)
-        late, stopping = time.monotonic() > deadline, stop.requested
+        late = time.monotonic() > deadline and step - first >= _LEAST_STEPS
+        stopping = stop.requested
         due = step % every == 0 or step == steps or late
         if due or stopping:  # what a checkpoint holds is also in the log
           log.step(*last, setup, packer)
           last = score = None
         if due:
-          means = validate(setup, state.params, target.params, held)
-          log.validation(step, means)
-          score = means["alpha"] + means["greedy_match"]
+          found = validate(setup, state.params, target.params, (
+              with_features(batch, module.taps, target) for batch in held))
+          log.validation(step, found)
+          score = quality(found)
           known = extra["best"] or {"score": -math.inf}
           if known["score"] <= score < math.inf:  # of equal ones the newest, as best_step has it
-            extra = {"best": {"step": step, "score": score, **means}}
+            extra = {"best": {"step": step, "score": score, **found}}
         if due or stopping:  # a signal adds no validation: the best step does not depend on it
           saved.save(step, state, extra, metric=score)
         if stopping:
@@ -305,15 +369,18 @@ def planned_steps(cfg, target, module, packer: Packer, folder: Path, began: floa
   times = []
   for step in range(_CALIBRATION):
     clock = time.monotonic()
-    batch = packer.batch(step)
+    batch = with_features(packer.batch(step), module.taps, target)
     state, sums = train_step(setup, state, setup.frozen, target.params, batch)
     jax.block_until_ready(sums)
     times.append(time.monotonic() - clock)
   second = float(np.median(times[1:]))
   left = cfg.train.budget_s - (time.monotonic() - began)
-  steps = max(20, int(0.92 * left / second))
+  steps = max(_LEAST_STEPS, int(0.92 * left / second))
   manifest.write_json(path, {"steps": steps, "seconds_per_step": second})
-  print(f"{STAGE}: {second:.3f} s a step, {steps} steps in {left:.0f} s", flush=True)
+  print(f"{STAGE}: {second:.3f} s a step, {steps} steps in {max(left, 0):.0f} s", flush=True)
+  if steps * second > left:
+    print(f"{STAGE}: train.budget_s={cfg.train.budget_s:g} is short for reading, compiling and "
+          f"{_LEAST_STEPS} steps; it takes these steps all the same", flush=True)
   return steps
 
 
@@ -336,11 +403,10 @@ class MetricLog:
     Raises:
       UserError: too many non-finite steps in a row.
     """
-    values = {name: float(v) for name, v in jax.device_get(sums).items()}
-    count, skipped = max(values["count"], 1.0), int(values["skipped"])
-    means = ("loss", "alpha", "greedy_match", "kept_mass")
-    row = {name: values[name] / count for name in means} | {
-        "grad_norm": values["grad_norm"],
+    values = jax.device_get(sums)
+    skipped = int(values["skipped"])
+    row = means(values) | {
+        "grad_norm": float(values["grad_norm"]),
         "lr": float(setup.schedule(step - 1 - skipped)),  # the schedule waits for skipped steps
         "epoch": packer.epoch_of(step), "skipped": skipped}
     self._write(step, "train", row)
@@ -348,12 +414,14 @@ class MetricLog:
       raise UserError(
           f"train: {int(values['bad'])} steps in a row were not finite at step {step} "
           f"(train.max_bad_steps={setup.options.max_bad_steps}); lower train.lr={setup.options.lr}")
+    taus = "".join(f"  {kind} {row[name]:.2f}" for kind, name in (
+        ("tau~ T=1", "alpha_tau"), ("T=0", "greedy_match_tau")) if name in row)
     return (f"loss {row['loss']:.3f}  alpha {row['alpha']:.3f}  "
-            f"match {row['greedy_match']:.3f}  lr {row['lr']:.1e}")
+            f"match {row['greedy_match']:.3f}{taus}  lr {row['lr']:.1e}")
 
-  def validation(self, step: int, means: dict[str, float]) -> None:
-    """Writes the validation means."""
-    self._write(step, "validation", means)
+  def validation(self, step: int, found: dict[str, Any]) -> None:
+    """Writes the means of `validate`."""
+    self._write(step, "validation", found)
 
   def close(self) -> None:
     """Flushes both files."""
@@ -364,7 +432,8 @@ class MetricLog:
     seconds = round(time.monotonic() - self._began, 2)
     self._file.write(json.dumps({"step": step, "split": split, "seconds": seconds, **row}) + "\n")
     for name, value in row.items():
-      self._board.add_scalar(f"{split}/{name}", value, step)
+      if not isinstance(value, list):
+        self._board.add_scalar(f"{split}/{name}", value, step)
 
 
 class _Profile:

@@ -42,7 +42,12 @@ BAD = [
     ("evaluate.drafter_dtype", "f"), ("evaluate.speed_dtypes", ("float32", "int4")),
     ("evaluate.max_new_tokens", 0), ("evaluate.batch_size", 0),
     ("evaluate.untrained_per_category", -1), ("evaluate.identity_per_category", -1),
-    ("evaluate.speed_prompts", -1),
+    ("evaluate.speed_prompts", -1), ("evaluate.ngram", "ngram:1-3"),
+    ("features.mode", "disk"), ("features.topk", 0), ("features.shard_tokens", 10),
+    ("features.batch_rows", 0), ("features.seq_len", 1), ("features.verify_documents", 0),
+    ("drafter.steps", 0), ("drafter.num_taps", 0), ("drafter.block_size", 1),
+    ("drafter.anchors", 0), ("drafter.mask_id", -2), ("drafter.markov_rank", 0),
+    ("train.position_weight", "linear"), ("evaluate.lookup", "1-3"),
     ("evaluate.seed", 2**31), ("export.prompts", 0)]
 
 
@@ -67,7 +72,7 @@ def test_a_bad_field_is_named_with_its_value(name, value):
 def test_every_section_is_covered():
   """A number or a choice that is never checked would stand out here."""
   free = {"prompts.path", "prompts.eval_path", "prompts.system", "evaluate.same_shape",
-          "evaluate.path", "evaluate.ngram"}
+          "evaluate.path"}
   names = {f"{section.name}.{field.name}" for section in dataclasses.fields(Config)
            for field in dataclasses.fields(section.type)}
   assert names - free == {name for name, _ in BAD}
@@ -81,6 +86,16 @@ def test_the_edges_are_allowed(name, value):
   cfg = Config()
   put(cfg, name, value)
   config_lib.validate(cfg)
+
+
+@pytest.mark.parametrize("kind, most", [("dflash", 7), ("dspark", 8)])
+def test_a_draft_fits_into_its_block(kind, most):
+  cfg = Config()
+  cfg.drafter.kind, cfg.evaluate.draft_len = kind, most
+  config_lib.validate(cfg)
+  cfg.evaluate.draft_len = most + 1
+  with pytest.raises(UserError, match=f"evaluate.draft_len={most + 1} must be at most {most}"):
+    config_lib.validate(cfg)
 
 
 def test_training_needs_an_end():

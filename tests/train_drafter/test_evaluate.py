@@ -75,7 +75,7 @@ def test_other_prompts_leave_out_what_was_trained_on(bench, tmp_path, capsys):
 
 
 def test_untrained_control_is_the_initialisation(bench):
-  ours, trained = bench.drafter(evaluate.UNTRAINED).module, bench.drafter(evaluate.TRAINED).module
+  ours, trained = bench.drafter(evaluate.UNTRAINED).module, bench.drafter("small_lm").module
   np.testing.assert_array_equal(ours.draft_ids[...], trained.draft_ids[...])
   source = bench.target.module.stack.layers[2].wq[...]
   np.testing.assert_array_equal(ours.stack.layers[1].wq[...], source)
@@ -84,7 +84,7 @@ def test_untrained_control_is_the_initialisation(bench):
 
 def test_greedy_text_is_the_same_for_every_drafter(bench):
   rows = {name: evaluate.acceptance(bench, name, 0.0, "greedy")
-          for name in (evaluate.TRAINED, evaluate.NGRAM, evaluate.UNTRAINED)}
+          for name in ("small_lm", evaluate.NGRAM, evaluate.UNTRAINED)}
   text = {name: {r["id"]: r["tokens"] for r in found} for name, found in rows.items()}
   for name, found in text.items():
     assert all(found[i] == text["ngram"][i] for i in found), name

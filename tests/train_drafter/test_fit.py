@@ -212,11 +212,21 @@ def test_steps_are_measured_once(shared, tmp_path, monkeypatch):
   assert train.planned_steps(*args) == 7
 
 
-def test_the_budget_is_a_hard_limit(shared, tmp_path):
+def test_the_budget_is_a_hard_limit(shared, tmp_path, monkeypatch):
+  monkeypatch.setattr(train, "_LEAST_STEPS", 3)
   result, taken = fit(make_config(budget_s=1e-9), tmp_path)  # began at 0: long ago
-  assert (result["steps"], result["planned_steps"], result["best_step"]) == (1, 20, 1)
-  assert len(taken) == 1 and (tmp_path / "checkpoints" / "1").is_dir()
-  assert tensors(tmp_path) and [r["step"] for r in metrics(tmp_path, "train")] == [1]
+  assert (result["steps"], result["planned_steps"], result["best_step"]) == (3, 20, 3)
+  assert len(taken) == 3 and (tmp_path / "checkpoints" / "3").is_dir()
+  assert tensors(tmp_path) and [r["step"] for r in metrics(tmp_path, "train")] == [1, 2, 3]
+
+
+def test_compiling_longer_than_the_budget_leaves_more_than_a_first_step(tmp_path, capsys):
+  cfg = make_config(steps=0, budget_s=1e-9)
+  assert train.planned_steps(
+      cfg, tiny.target(), module_of(), pack(documents(), cfg), tmp_path, 0.0) == train._LEAST_STEPS
+  assert "train.budget_s=1e-09 is short" in capsys.readouterr().out
+  cfg.train.steps = train._LEAST_STEPS
+  assert fit(cfg, tmp_path)[0]["steps"] == train._LEAST_STEPS
 
 
 def test_a_run_of_one_step(tmp_path):

@@ -219,35 +219,53 @@ def chunk_problem(seed=2, tokens=24, width=8, vocab=20):
   return jnp.asarray(hidden), jnp.asarray(head), jax.tree.map(jnp.asarray, rest)
 
 
-def weighted(student, rest):
-  each = losses.fkl(student, rest["teacher"])
-  return {"loss": jnp.sum(rest["weight"] * each), "count": jnp.sum(rest["weight"])}
+def scorer(head):
+  """Token sums of a frozen head with a trained addition from the first three channels."""
+  def weighted(part, trained, rest):
+    student = linear(part, head) + part[:, :3] @ trained["extra"].T
+    each = losses.fkl(student, rest["teacher"])
+    return {"loss": jnp.sum(rest["weight"] * each), "count": jnp.sum(rest["weight"])}
+
+  return weighted
 
 
 @pytest.mark.parametrize("chunk", [4, 24])
 def test_chunks_equal_the_whole(chunk):
   hidden, head, rest = chunk_problem()
+  trained = {"extra": jnp.asarray(np.random.default_rng(5).normal(size=(20, 3)), jnp.float32)}
 
   @jax.jit
-  def both(hidden):
+  def both(hidden, trained):
     # Not the sum itself: what stands behind the loss scales the gradient.
-    ours = lambda h: (lambda s: (s["loss"] / s["count"], s))(
-        losses.chunked_sums(weighted, h, head, rest, chunk))
-    whole = lambda h: (lambda s: (s["loss"] / s["count"], s))(weighted(h @ head.T, rest))
-    return [jax.value_and_grad(f, has_aux=True)(hidden) for f in (ours, whole)]
+    ours = lambda h, t: (lambda s: (s["loss"] / s["count"], s))(
+        losses.chunked_sums(scorer(head), h, t, rest, chunk))
+    whole = lambda h, t: (lambda s: (s["loss"] / s["count"], s))(scorer(head)(h, t, rest))
+    return [jax.value_and_grad(f, (0, 1), has_aux=True)(hidden, trained) for f in (ours, whole)]
 
-  ((loss, sums), grad), ((loss2, sums2), grad2) = both(hidden)
+  ((loss, sums), grads), ((loss2, sums2), grads2) = both(hidden, trained)
   np.testing.assert_allclose(loss, loss2, rtol=1e-5)
-  np.testing.assert_allclose(grad, grad2, rtol=1e-4, atol=1e-6)
+  for grad, grad2 in zip(jax.tree.leaves(grads), jax.tree.leaves(grads2), strict=True):
+    np.testing.assert_allclose(grad, grad2, rtol=1e-4, atol=1e-6)
+    assert np.abs(grad).max() > 0.01
   for name, value in sums2.items():
     np.testing.assert_allclose(sums[name], value, rtol=1e-5)
-  assert np.abs(grad).max() > 0.01
+
+
+def test_gradients_of_a_narrow_head_add_up_in_float32():
+  """A thousand chunks that each add less than bfloat16 can resolve beside the sum."""
+  hidden = jnp.ones((1024, 3), jnp.float32)
+  trained = {"w": jnp.zeros(3, jnp.bfloat16)}
+  score = lambda part, trained, rest: {"loss": jnp.sum(part @ trained["w"].astype(jnp.float32))}
+  grad = jax.grad(
+      lambda t: losses.chunked_sums(score, hidden, t, {}, 1)["loss"])(trained)["w"]
+  assert grad.dtype == jnp.bfloat16
+  np.testing.assert_array_equal(grad, 1024.0)
 
 
 def test_a_part_of_a_chunk_is_refused():
   hidden, head, rest = chunk_problem()
   with pytest.raises(ValueError, match="24 tokens are not a multiple of chunk=5"):
-    losses.chunked_sums(weighted, hidden, head, rest, 5)
+    losses.chunked_sums(scorer(head), hidden, {}, rest, 5)
 
 
 # The matrix product under it.

@@ -12,6 +12,7 @@ import pytest
 from absl import flags
 
 from spec_jax.errors import UserError
+from tests.train_drafter import tiny_run
 from train_drafter import __main__ as cli
 from train_drafter import config, manifest
 
@@ -66,6 +67,7 @@ def stages(monkeypatch):
   checks.finalize, checks.validate = finalize, validate
   monkeypatch.setattr("train_drafter.config", checks, raising=False)
   monkeypatch.setitem(sys.modules, "train_drafter.config", checks)
+  monkeypatch.setattr(cli, "_check_target", lambda cfg: None)
 
   for name in cli.STAGES:
     module = types.ModuleType(f"train_drafter.{name}")
@@ -192,12 +194,38 @@ def test_a_bad_config_file_is_one_line(tmp_path, config_file):
 def test_all_stages_run_in_order_after_the_checks(config_file, workdir, stages, capsys):
   run(f"--config={config_file}", "--config.train.lr=0.5", f"--workdir={workdir}")
   names = [name for name, _ in stages]
-  order = ["prompts", "generate", "train", "evaluate", "export", "report"]
+  order = ["prompts", "generate", "extract", "train", "evaluate", "export", "report"]
   assert names == ["finalize", "validate", *order]
   assert stages[0] == ("finalize", 0.5)
   lines = capsys.readouterr().out.splitlines()
   assert [line.split(":")[0] for line in lines] == list(cli.STAGES)
-  assert lines[2] == f"train: 0:00  {workdir / 'train'}"
+  assert lines[3] == f"train: 0:00  {workdir / 'train'}"
+
+
+def test_evaluate_is_followed_by_its_report(config_file, workdir, stages):
+  run(f"--config={config_file}", f"--workdir={workdir}", "--stage=evaluate")
+  assert [name for name, _ in stages] == ["finalize", "validate", "evaluate", "report"]
+
+
+def test_a_target_is_refused_before_the_first_stage(workdir):
+  cfg = tiny_run.make_config(workdir)
+  for change, said in [({"source": "nowhere.gguf"}, "nowhere.gguf"),
+                       ({}, r"init_layers=\(0, 9\) must name layers 0..2")]:
+    cfg.drafter.init_layers = (0, 9)
+    with pytest.raises(UserError, match=said):
+      cli.execute(cli.Options(
+        dataclasses.replace(cfg, target=dataclasses.replace(cfg.target, **change)),
+        workdir / "run", cli.STAGES, False, False, ""))
+    assert not (workdir / "run").exists()
+
+
+def test_a_damaged_record_of_the_command_is_written_anew(config_file, workdir, stages):
+  first = [f"--config={config_file}", f"--workdir={workdir}"]
+  run(*first)
+  for text in ('{"config": {', "[]", ""):
+    (workdir / "config.json").write_text(text)
+    run(*first)
+    assert json.loads((workdir / "config.json").read_text())["config"]["train"]["lr"] == 1e-3
 
 
 def test_one_stage(config_file, workdir, stages):
@@ -250,6 +278,8 @@ def test_overwrite_moves_only_what_another_config_made(config_file, workdir, sta
 
 def test_a_workdir_that_cannot_be_made(config_file, workdir, stages):
   (workdir / "file").write_text("")
+  with pytest.raises(UserError, match="--workdir=.*/file: is a file, not a folder"):
+    run(f"--config={config_file}", f"--workdir={workdir / 'file'}")
   with pytest.raises(UserError, match="--workdir=.*/file/x: Not a directory"):
     run(f"--config={config_file}", f"--workdir={workdir / 'file' / 'x'}")
 

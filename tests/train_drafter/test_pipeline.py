@@ -67,7 +67,23 @@ def test_finished_stages_are_reused(finished, capsys):
   for stage in STAGES.values():
     stage.run(cfg, workdir)
   assert files(workdir) == before
-  assert "All prompts" in capsys.readouterr().out  # the report is printed again
+  assert capsys.readouterr().out.count("reused") == len(STAGES)
+
+
+@pytest.mark.parametrize("name, damage, stage", [
+    ("prompts/prompts.jsonl", lambda old: old[:len(old) // 2], generate),
+    ("prompts/eval.jsonl", lambda old: old[:-20], generate),
+    ("generate/part-00000.npz", lambda old: old[:len(old) // 2], train),
+    ("generate/part-00000.npz", lambda old: b"", train)])
+def test_a_damaged_file_is_one_line(finished, tmp_path, name, damage, stage):
+  cfg, folder = copied(finished, tmp_path, "prompts", "generate")
+  if stage is generate:
+    shutil.rmtree(folder / "generate")
+  path = folder / name
+  path.write_bytes(damage(path.read_bytes()))
+  with pytest.raises(UserError, match=f"{path}.*damaged.*remove {path.parent} and run") as refused:
+    stage.run(cfg, folder)
+  assert "\n" not in str(refused.value)
 
 
 def test_report_stage_rebuilds_the_report(finished, tmp_path, capsys):

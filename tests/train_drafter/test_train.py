@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from spec_jax.drafters.head import LearnedDrafter
+from spec_jax.drafters.small_lm import SmallLM
 from spec_jax.errors import UserError
 from spec_jax.models.decoder import Decoder
 from spec_jax.target import from_module
@@ -49,24 +51,24 @@ def stepper():
 # loss position by position.
 
 
-class States(nnx.Module):
+class States(LearnedDrafter):
   """A student whose hidden state at every place of a batch is a parameter."""
 
-  def __init__(self, value):
+  train_states = SmallLM.train_states
+
+  def __init__(self, value, config):
     self.value = nnx.Param(jnp.asarray(value))
+    self.set_head(config, None, None)
 
   def train_hidden(self, tokens, positions, segments, target):
     return self.value[...]
-
-  def head_weight(self, target):
-    return target.head_weight()
 
 
 def places_gradient(batch, cfg, target):
   """Sums of a batch and the gradient [rows, T, D] with respect to the student's states."""
   rows, T = batch["tokens"].shape
   value = np.random.default_rng(1).normal(size=(rows, T, target.config.hidden_size))
-  setup, state = train.make_setup(cfg, target, States(value.astype(np.float32)), 1)
+  setup, state = train.make_setup(cfg, target, States(value.astype(np.float32), target.config), 1)
 
   @jax.jit
   def grads(params, batch):
@@ -120,8 +122,9 @@ def test_sums_are_those_of_the_definitions(heat):
       match += q.argmax() == best
   count = sum(d.supervised for d in docs)
   np.testing.assert_allclose(sums["loss"], loss, rtol=1e-4)
-  np.testing.assert_allclose(sums["alpha"], alpha, rtol=1e-4)
-  assert float(sums["greedy_match"]) == match and float(sums["count"]) == count
+  np.testing.assert_allclose(sums["alpha"], [alpha], rtol=1e-4)
+  assert float(sums["greedy_match"][0]) == match and float(sums["count"][0]) == count
+  assert float(sums["weight"]) == count
 
 
 def test_ids_that_do_not_exist_take_no_part():
@@ -138,9 +141,9 @@ def test_ids_that_do_not_exist_take_no_part():
   p, q = (np.exp(h.astype(np.float32) @ head[:50].T) for h in (d.hidden, rows))
   p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
   np.testing.assert_allclose(sums["loss"], np.sum(p * np.log(p / q)), rtol=1e-4)
-  np.testing.assert_allclose(sums["alpha"], np.minimum(p, q).sum(), rtol=1e-4)
+  np.testing.assert_allclose(sums["alpha"], [np.minimum(p, q).sum()], rtol=1e-4)
   np.testing.assert_allclose(grad[0, 3:8], (q - p) @ head[:50], atol=1e-4)
-  assert float(sums["greedy_match"]) == np.sum(q.argmax(-1) == d.best)
+  assert float(sums["greedy_match"][0]) == np.sum(q.argmax(-1) == d.best)
 
 
 def test_padding_changes_neither_loss_nor_gradient():
@@ -153,7 +156,7 @@ def test_padding_changes_neither_loss_nor_gradient():
     own = make_config(chunk=chunk, lr=0.0)
     setup, state = train.make_setup(own, target, module_of(), 20)
     batch = pack(docs, own, rows=rows, seq_len=seq_len).in_order()[0]
-    mean = lambda params, batch: (lambda s: s["loss"] / s["count"])(
+    mean = lambda params, batch: (lambda s: s["loss"] / s["weight"])(
         train.batch_sums(setup, params, setup.frozen, target.params, batch))
     return jax.jit(jax.value_and_grad(mean))(state.params, batch)
 
@@ -237,7 +240,7 @@ def test_a_batch_with_nothing_to_learn_changes_nothing(stepper):
   before = copied(state)
   state, sums = stepper.step(state, empty)
   assert_same(state, before)
-  assert float(sums["count"]) == 0 and np.isfinite(float(sums["grad_norm"]))
+  assert float(sums["weight"]) == 0 and np.isfinite(float(sums["grad_norm"]))
 
 
 def test_a_step_that_is_not_finite_changes_no_parameter_and_counts(stepper):
@@ -343,7 +346,7 @@ def test_golden_step(stepper):
   state, seen = stepper.fresh(), []
   for step in range(3):
     state, sums = stepper.step(state, stepper.packer.batch(step))
-    seen.append(float(sums["loss"]) / float(sums["count"]))
+    seen.append(float(sums["loss"]) / float(sums["weight"]))
   checksum = sum(float(np.sum(np.abs(x.astype(np.float64)))) for x in bits(state.params))
   np.testing.assert_allclose(seen, GOLDEN_LOSSES, rtol=1e-5)
   np.testing.assert_allclose(checksum, GOLDEN_CHECKSUM, rtol=1e-5)
