@@ -1,10 +1,11 @@
-"""The export stage: the trained drafter as a stock small-Llama folder, and what it should accept.
+"""The export stage: the trained drafter as a folder that servers load, and what it should accept.
 
-Reads `train/drafter` and the records of `evaluate/`; writes `export/drafter` (config.json,
-model.safetensors, tokenizer, generation_config.json with the settings of assisted generation) that
-transformers, vLLM and SGLang load, and `export/drafter/acceptance.json`: golden prompts with the
-text of plain and of speculative decoding and the acceptance of the exported folder itself, so that
-a server that drafts differently is noticed.
+Reads `train/drafter` and the records of `evaluate/`; writes `export/drafter`. A small_lm becomes a
+stock small Llama (with a generation_config.json of assisted generation) for transformers, vLLM and
+SGLang; the others take the published form of their kind (`spec_jax/weights/published.py`). Beside
+the weights stands acceptance.json: golden prompts with the text of plain and of speculative
+decoding and the acceptance of the exported folder itself, so that a server that drafts differently
+is noticed.
 """
 
 import dataclasses
@@ -18,8 +19,10 @@ import numpy as np
 import spec_jax
 from spec_jax import drafters
 from spec_jax import records as metrics
+from spec_jax.drafters.head import LearnedDrafter
 from spec_jax.generate import encode_prompt
 from spec_jax.target import Target, canonical_tensors
+from spec_jax.weights.published import write_published
 from spec_jax.weights.safetensors import write_folder
 from train_drafter import config as config_lib
 from train_drafter import manifest, report
@@ -29,6 +32,12 @@ from train_drafter.generate import target_id
 
 STAGE = "export"
 ACCEPTANCE = "acceptance.json"
+_ALL_IDS = ("The exported drafter proposes from the whole vocabulary: the reduced draft vocabulary "
+            "it was trained with does not travel. acceptance.reduced is the drafter with it")
+_VOCABULARY = {  # what becomes of a reduced draft vocabulary, by kind
+    "small_lm": _ALL_IDS, "dflash": _ALL_IDS, "dspark": _ALL_IDS,
+    "eagle3": ("The draft vocabulary travels as d2t and t2d. acceptance.reduced is the trained "
+               "drafter before the export")}
 
 
 def run(cfg: Config, workdir: Path) -> Path:
@@ -66,9 +75,28 @@ def run(cfg: Config, workdir: Path) -> Path:
 
 
 def write_drafter(
-    path: Path, module: drafters.SmallLM, target: Target, draft_len: int,
+    path: Path, module: LearnedDrafter, target: Target, draft_len: int,
     facts: dict[str, Any]) -> None:
-  """Writes the folder: the drafter's layers with the target's embedding and head, all ids."""
+  """Writes the folder in the form of the drafter's kind.
+
+  Args:
+    path: the folder.
+    module: the trained drafter.
+    target: in float32.
+    draft_len: stated for assisted generation.
+    facts: kept in config.json under "spec_jax".
+
+  Raises:
+    UserError: the drafter has a setting that the form cannot state.
+  """
+  if module.kind == "small_lm":
+    _write_small(path, module, target, draft_len, facts)
+  else:
+    write_published(path, module, target, extra_config={"spec_jax": facts})
+
+
+def _write_small(path, module, target, draft_len, facts):
+  """A stock Llama: the drafter's layers with the target's embedding and head, all ids."""
   lent = canonical_tensors(target)
   tensors = drafters.own_tensors(module)
   tensors |= {name: lent[name] for name in ("embed", "head") if name in lent}
@@ -118,10 +146,8 @@ def measure(
       **facts, "rule": "greedy", "temperature": 0.0, "dtype": target.dtype,
       "drafter_dtype": options.drafter_dtype, "max_new_tokens": options.max_new_tokens,
       "eos_ids": list(target.config.eos_ids),
-      "note": (
-          "plain: every draft refused in the same executable. The exported drafter proposes from "
-          "the whole vocabulary: the reduced draft vocabulary it was trained with does not travel. "
-          "acceptance.reduced is the drafter with it, on the same prompts."),
+      "note": (f"plain: every draft refused in the same executable. {_VOCABULARY[drafter.kind]}, "
+               "on the same prompts."),
       "identical": sum(a == b for a, b in zip(ours.tokens, plain.tokens, strict=True)),
       "acceptance": {"exported": group(ours.records),
                      "reduced": _reduced(

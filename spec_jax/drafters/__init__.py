@@ -35,7 +35,7 @@ from spec_jax.models.config import DecoderConfig, RopeScaling
 from spec_jax.models.decoder import BLOCK_TENSORS, tensor_shapes
 from spec_jax.target import DTYPES, Target, canonical_tensors
 from spec_jax.tokenizer import check_same_vocabulary
-from spec_jax.weights import open_checkpoint
+from spec_jax.weights import open_checkpoint, published
 
 DRAFTERS = {"ngram": NGram, "lookup": Lookup, "small_lm": SmallLM, "eagle3": Eagle3,
             "dflash": DFlash, "dspark": DSpark}
@@ -75,7 +75,8 @@ def load_drafter(source: str, target: Target, dtype: str | None = None) -> Draft
     source: "ngram" (or "ngram:3-1": longest and shortest suffix), "lookup:SOURCE" (or
       "lookup:3-2:SOURCE": prompt lookup where it has a match, the drafter of SOURCE elsewhere),
       "self" (the target drafts for itself, a control), a folder that train_drafter wrote (its
-      work folder will do), or any small Llama as `load_target` takes it.
+      work folder will do), a folder in the published form of EAGLE-3, DFlash or DSpark, or any
+      small Llama as `load_target` takes it.
     target: the target it will draft for.
     dtype: compute dtype; the target's by default.
 
@@ -97,6 +98,11 @@ def load_drafter(source: str, target: Target, dtype: str | None = None) -> Draft
   for place in (folder, folder / "drafter", folder / "train" / "drafter"):
     if (place / "drafter.json").exists():
       return _load_saved(place, target, dtype)
+  if published.is_published(folder):
+    found = published.read_published(folder, target)
+    module = build(found.kind, target, found.tensors, found.config, found.options, dtype=dtype,
+                   draft_ids=found.draft_ids, head=found.head)
+    return wrap(found.kind, source, module)
   if not folder.exists() and not source.startswith("hf:") and source != "demo":
     raise UserError(
         f"drafter={source!r}: no such folder, and not a drafter's name "
@@ -157,6 +163,7 @@ def lent_head(target: Target, draft_ids: np.ndarray | None, dtype: Any) -> Array
 def build(
     kind: str, target: Target, tensors: Mapping[str, Array | np.ndarray], config: DecoderConfig,
     options: Mapping[str, Any], *, dtype: str | None = None, draft_ids: np.ndarray | None = None,
+    head: np.ndarray | None = None,
 ) -> LearnedDrafter:
   """Builds a learned drafter that borrows embedding and head from the target.
 
@@ -168,6 +175,7 @@ def build(
     options: as `LearnedDrafter.options` gave them.
     dtype: compute dtype, the target's by default.
     draft_ids: [Vd] reduced draft vocabulary.
+    head: [Vd, D] of its own; the target's rows by default.
 
   Raises:
     UserError: a tensor is missing or has another shape, by name.
@@ -190,9 +198,10 @@ def build(
     raise UserError(f"drafter taps={settings['taps']}: the target has "
                     f"{target.config.num_layers} layers")
 
+  own = lent_head(target, draft_ids, low) if head is None else jnp.asarray(head, low)
   return DRAFTERS[kind](
-      config, _checked(tensors, shapes, low), head=lent_head(target, draft_ids, low),
-      draft_ids=draft_ids, rope_divisors=divisors, **settings)
+      config, _checked(tensors, shapes, low), head=own, draft_ids=draft_ids,
+      rope_divisors=divisors, **settings)
 
 
 def _checked(tensors, shapes, dtype) -> Callable[[str], Array]:
