@@ -79,9 +79,7 @@ def audit(
   """
   names = [str(i) for i in range(len(prompts))] if names is None else list(names)
   for name, prompt in zip(names, prompts, strict=True):
-    if len(prompt) > target.config.max_position:
-      raise UserError(f"prompt {name} has {len(prompt)} tokens and the context holds "
-                      f"{target.config.max_position}")
+    _check_length(name, prompt, target)
   # The longest prompts first: neighbours in the queue then need about the same prefill.
   order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
 
@@ -166,6 +164,12 @@ def audit(
       "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
   }
   return certificate, decodes
+
+
+def _check_length(name, prompt, target):
+  if len(prompt) > target.config.max_position:
+    raise UserError(f"prompt {name} has {len(prompt)} tokens and the context holds "
+                    f"{target.config.max_position}")
 
 
 def verdict(differences: Sequence[dict[str, Any]]) -> str:
@@ -314,12 +318,16 @@ def execute(values: flags.FlagValues) -> int:
     raise UserError("--prompts is needed: a file of JSON lines")
   rows = read_prompts(values.prompts)
   rows = rows[:values.count or len(rows)]
+  _make(Path(values.out))
+  if values.drafter == "none":
+    raise UserError("--drafter=none: a certificate is of speculative decoding; name a drafter")
   target = load_target(values.target, values.dtype)
   drafter = load_drafter(values.drafter, target)
   ids = []
   for name, prompt in rows:
     try:
       ids.append(encode_prompt(target, prompt, name))
+      _check_length(name, ids[-1], target)
     except UserError as error:
       raise UserError(f"{values.prompts}: {error}") from None
   done: dict[str, int] = {}
@@ -352,14 +360,21 @@ def write(certificate: dict[str, Any], folder: Path) -> Path:
   Raises:
     UserError: it cannot be written.
   """
+  _make(folder)
   try:
-    folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(certificate, indent=2, allow_nan=False) + "\n"
     (folder / "certificate.json").write_text(text, encoding="utf-8")
     (folder / "certificate.md").write_text(page(certificate), encoding="utf-8")
   except OSError as error:
     raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
   return folder
+
+
+def _make(folder: Path) -> None:
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
 
 
 def main() -> None:

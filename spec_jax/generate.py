@@ -248,6 +248,8 @@ class Run:
       raise UserError(f"max_new_tokens={min(budgets)} must be at least 1")
     if drafter is not None and draft_len < 1:
       raise UserError(f"draft_len={draft_len} must be at least 1")
+    if drafter is not None and draft_len >= limit:
+      raise UserError(f"draft_len={draft_len} must be below the context of {limit} tokens")
     if batch_size < 1:
       raise UserError(f"batch_size={batch_size} must be at least 1")
     # The last token of a row needs no place in the cache, hence the + 1.

@@ -344,8 +344,16 @@ def check_same_vocabulary(drafter: Tokenizer, target: Tokenizer) -> None:
   Raises:
     UserError: names the first id that differs and both spellings.
   """
-  pairs = zip(drafter.token_strings(), target.token_strings(), strict=False)
-  for i, (ours, theirs) in enumerate(pairs):
+  check_same_strings(drafter.token_strings(), target.token_strings())
+
+
+def check_same_strings(drafter: Sequence[str], target: Sequence[str]) -> None:
+  """`check_same_vocabulary` of the tokens by id.
+
+  Raises:
+    UserError: names the first id that differs and both spellings.
+  """
+  for i, (ours, theirs) in enumerate(zip(drafter, target, strict=False)):
     if ours != theirs:
       raise UserError(f"the drafter's vocabulary is not the target's: id {i} is {ours!r} in the "
                       f"drafter and {theirs!r} in the target")

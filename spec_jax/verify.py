@@ -181,7 +181,7 @@ def _sampled(rule: "Rule", p, proposal, keys, limit) -> Verdict:
   u_bonus = sampling.uniforms(keys, sampling.BONUS, 1)[:, 0]
   if K == 0:
     return Verdict(jnp.zeros(p.shape[0], jnp.int32), sampling.draw(p[:, 0], u_bonus))
-  passed = sampling.uniforms(keys, sampling.ACCEPT, K) < rule.acceptance(p, proposal, limit)
+  passed = _passes(sampling.uniforms(keys, sampling.ACCEPT, K), rule.acceptance(p, proposal, limit))
   accepted = (_deepest if rule.deepest else _prefix)(passed, limit)
   rejected = accepted < limit
   left = rule.leftover(p, proposal, jnp.minimum(accepted, K - 1))
@@ -189,6 +189,11 @@ def _sampled(rule: "Rule", p, proposal, keys, limit) -> Verdict:
   weights = jnp.where(rejected[:, None], left, row)
   u_residual = sampling.uniforms(keys, sampling.RESIDUAL, 1)[:, 0]
   return Verdict(accepted, sampling.draw(weights, jnp.where(rejected, u_residual, u_bonus)))
+
+
+def _passes(u, chance) -> Bool[Array, "B K"]:
+  """Strictly: u can be 0, and a draft of probability 0 must not pass then."""
+  return u < chance
 
 
 def _at_rejection(p, proposal, accepted):

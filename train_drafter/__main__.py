@@ -157,14 +157,24 @@ def _check_target(cfg: Any) -> None:
 
 def _run_stage(stage: str, cfg: Any, options: Options) -> Path:
   module = importlib.import_module(f"train_drafter.{stage}")
+  folder = options.workdir / stage
   try:
     return module.run(cfg, options.workdir)
   except manifest.StaleStageError as stale:
-    if not options.overwrite:
+    if not options.overwrite or stale.folder != folder:
       raise
     aside = manifest.set_aside(stale.folder)
     print(f"{stage}: the old folder is now {aside}", flush=True)
-  return module.run(cfg, options.workdir)
+  except UserError:
+    manifest.withdraw(folder)
+    raise
+  try:
+    return module.run(cfg, options.workdir)
+  except UserError:
+    if manifest.withdraw(folder):
+      aside.rename(folder)
+      print(f"{stage}: nothing was made, so the old folder is {folder} again", flush=True)
+    raise
 
 
 def _write_record(path: Path, cfg: Any, options: Options) -> None:

@@ -2,7 +2,9 @@
 the same samples. Called by train.py."""
 
 import dataclasses
+import threading
 from collections.abc import Sequence
+from concurrent import futures
 
 import ml_dtypes
 import numpy as np
@@ -86,6 +88,7 @@ class Packer:
     self.row_supervised = max(self.places // rows, max(d.supervised for d in documents))
     self.places = -(-rows * self.row_supervised // chunk) * chunk
     self._epochs: list[list[list[int]]] = []
+    self._lock = threading.Lock()
 
   def batch(self, step: int) -> dict[str, np.ndarray]:
     """The batch of a step (0-based)."""
@@ -115,11 +118,12 @@ class Packer:
             for i in range(0, len(rows), self.rows)]
 
   def _epoch(self, epoch: int) -> list[list[int]]:
-    while len(self._epochs) <= epoch:
-      rng = np.random.default_rng([self.seed, len(self._epochs)])
-      rows = self._pack(rng.permutation(len(self.documents)))
-      self._epochs.append([rows[i] for i in rng.permutation(len(rows))])
-    return self._epochs[epoch]
+    with self._lock:  # `Ahead` asks from a thread of its own
+      while len(self._epochs) <= epoch:
+        rng = np.random.default_rng([self.seed, len(self._epochs)])
+        rows = self._pack(rng.permutation(len(self.documents)))
+        self._epochs.append([rows[i] for i in rng.permutation(len(rows))])
+      return self._epochs[epoch]
 
   def _pack(self, order) -> list[list[int]]:
     """First fit over a few open rows."""
@@ -177,3 +181,29 @@ class Packer:
         out["best"][new] = d.best
         at, m = at + n, m + d.supervised
     return out
+
+
+class Ahead:
+  """Makes the batch of the next step, which may be read from disk, while a step runs.
+
+  Attributes:
+    steps: there is no batch behind so many.
+  """
+
+  def __init__(self, packer: Packer, steps: int):
+    self._packer, self.steps = packer, steps
+    self._pool = futures.ThreadPoolExecutor(1)
+    self._next: tuple[int, futures.Future] | None = None
+
+  def batch(self, step: int) -> dict[str, np.ndarray]:
+    """As `Packer.batch`; the batch of `step` + 1 is begun."""
+    step_ahead, made = self._next or (-1, None)
+    found = made.result() if step_ahead == step else self._packer.batch(step)
+    self._next = None
+    if step + 1 < self.steps:
+      self._next = step + 1, self._pool.submit(self._packer.batch, step + 1)
+    return found
+
+  def close(self) -> None:
+    """Waits for the batch in the making and drops it."""
+    self._pool.shutdown()

@@ -58,8 +58,6 @@ def prepare(
   ids = choose_vocabulary(counts, cfg.drafter.draft_vocab, target.config)
   coverage = 1.0
   if ids is not None:
-    if not (folder / "draft_ids.npy").exists():
-      np.save(folder / "draft_ids.npy", ids)
     coverage = float(counts[ids].sum() / counts.sum())
   prompts = sorted(of_prompt)
   kept, held = [], []
@@ -68,6 +66,8 @@ def prepare(
   if not kept:
     raise UserError(f"train.validation={cfg.train.validation} leaves none of {len(documents)} "
                     "answers to train")
+  if ids is not None and not (folder / "draft_ids.npy").exists():
+    np.save(folder / "draft_ids.npy", ids)
   return kept, held, {
       "documents": len(documents), "held_out": len(held), "dropped": dropped,
       "draft_vocab_coverage": coverage,

@@ -370,9 +370,9 @@ def collect(
   parts = folder / "parts"
   speeds, identities = [], []
   if (parts / "identity.json").exists():
-    identities += json.loads((parts / "identity.json").read_text())
+    identities += _read_part(parts / "identity.json")
   for kind in options.speed_dtypes:
-    part = json.loads((parts / f"speed-{kind}.json").read_text())
+    part = _read_part(parts / f"speed-{kind}.json")
     speeds += part["speed"]
     identities += part["identity"]
   report.save_evaluation(
@@ -397,7 +397,14 @@ def _kept(path: Path, measure: Callable[[], Any]) -> Any:
   if not path.exists():
     path.parent.mkdir(parents=True, exist_ok=True)
     manifest.write_json(path, measure())
-  return json.loads(path.read_text())
+  return _read_part(path)
+
+
+def _read_part(path: Path) -> Any:
+  try:
+    return json.loads(path.read_text())
+  except ValueError as error:
+    raise UserError(f"{path}: damaged ({error}); remove it and run --stage={STAGE} again") from None
 
 
 class _clock:

@@ -68,7 +68,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   manifest.write_json(out / ACCEPTANCE, content)
   counts = {"prompts": len(golden), "identical": content["identical"],
             "tau": content["acceptance"]["exported"]["tau"]}
-  manifest.finish(folder, opened, counts)
+  manifest.finish(folder, opened, counts, "drafter/*")
   print(f"{STAGE}: {out}, tau {counts['tau']:.2f} on {len(golden)} golden prompts, "
         f"{counts['identical']} of them identical to plain decoding")
   return folder

@@ -100,7 +100,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   check_later_stages(cfg, target, read_jsonl(workdir / "prompts" / "eval.jsonl"))
   prompts = read_jsonl(workdir / "prompts" / "prompts.jsonl")
   counts = _answer_all(cfg, target, prompts, folder)
-  manifest.finish(folder, opened, counts)
+  manifest.finish(folder, opened, counts, "part-*.npz")
   print(
       f"{STAGE}: {counts['answers']} answers, {counts['answer_tokens']} tokens; "
       f"{counts['prompt_too_long']} prompts too long, {counts['unanswered']} not reached in time")
@@ -136,6 +136,9 @@ def check_layers(cfg: Config, target: DecoderConfig) -> None:
   if cfg.drafter.init == "target" and max(layers) >= held:
     raise UserError(f"drafter.init_layers={layers} must name layers 0..{held - 1} of the target")
   taps_of(cfg, held)
+  if cfg.evaluate.draft_len >= target.max_position:
+    raise UserError(f"evaluate.draft_len={cfg.evaluate.draft_len} must be below the target's "
+                    f"context of {target.max_position} tokens")
 
 
 def load_answers(folder: Path) -> list[Answer]:

@@ -60,6 +60,7 @@ class Manifest:
     packages: versions of Python and of the packages that matter.
     git_commit: commit of the code, "-dirty" when it had changes; "" outside a repository.
     created: time of `begin`, ISO 8601, UTC.
+    files: name -> bytes of the files that later stages read.
     complete: the stage ended; written last.
   """
 
@@ -74,6 +75,7 @@ class Manifest:
   packages: dict[str, str] = dataclasses.field(default_factory=dict)
   git_commit: str = ""
   created: str = ""
+  files: dict[str, int] = dataclasses.field(default_factory=dict)
   complete: bool = False
 
   @classmethod
@@ -90,7 +92,8 @@ class Manifest:
     except OSError as error:
       raise UserError(f"{path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError) as error:
-      raise UserError(f"{path}: not a stage manifest ({error!r})") from error
+      raise UserError(f"{path}: damaged, no stage manifest ({error}); remove {folder} and run its "
+                      "stage again") from error
     real = stage_hash(manifest.config, {**manifest.inputs, **manifest.target.hashes()})
     if manifest.hash != real:
       raise UserError(
@@ -197,6 +200,7 @@ def begin(
     for name, run in wanted.read.items():
       if found.read.get(name) != run:
         raise StaleStageError(folder, f"was made from an earlier run of stage {name}")
+    _check_files(folder, found)
     return found
   try:
     folder.mkdir(parents=True, exist_ok=True)
@@ -208,11 +212,35 @@ def begin(
   return wanted
 
 
-def finish(folder: Path, manifest: Manifest, counts: Mapping[str, Any]) -> Manifest:
-  """Marks the folder as complete, after everything else in it was written."""
-  done = dataclasses.replace(manifest, counts=dict(counts), complete=True)
+def finish(
+  folder: Path, manifest: Manifest, counts: Mapping[str, Any], files: str = ""
+) -> Manifest:
+  """Marks the folder as complete, after everything else in it was written.
+
+  Args:
+    folder: the stage's folder.
+    manifest: as `begin` gave it.
+    counts: what is in the folder.
+    files: glob pattern of the files that later stages read; a run that reuses the folder looks
+      whether they are all there.
+  """
+  found = sorted(path for path in folder.glob(files) if path.is_file()) if files else []
+  sizes = {str(path.relative_to(folder)): path.stat().st_size for path in found}
+  done = dataclasses.replace(manifest, counts=dict(counts), complete=True, files=sizes)
   done.save(folder)
   return done
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+  """Refuses to reuse a folder that has lost a file."""
+  for name, size in manifest.files.items():
+    path = folder / name
+    if not path.is_file() or path.stat().st_size != size:
+      state = "has another size" if path.is_file() else "is gone"
+      raise UserError(
+        f"{path}: {state} since stage {manifest.stage} ended; "
+        f"remove {folder} and run its stage again"
+      )
 
 
 def require(folder: Path, stage: str, config: Any) -> Manifest:
@@ -252,6 +280,22 @@ def require(folder: Path, stage: str, config: Any) -> Manifest:
         f"run --stage={stage} --overwrite"
       )
   return manifest
+
+
+def withdraw(folder: Path) -> bool:
+  """Removes a stage folder that holds nothing but an unfinished manifest: the stage was refused
+  before it made anything, so the next run need not agree with it. Whether there is none now."""
+  try:
+    names = [path.name for path in folder.iterdir()]
+  except FileNotFoundError:
+    return True
+  except NotADirectoryError:
+    return False
+  if names != [FILE] or Manifest.load(folder).complete:
+    return False
+  (folder / FILE).unlink()
+  folder.rmdir()
+  return True
 
 
 def set_aside(folder: Path) -> Path:

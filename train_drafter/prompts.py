@@ -302,7 +302,7 @@ def run(cfg: Any, workdir: Path) -> Path:
     f"{STAGE}: {len(evaluation)} for evaluation ({_listing(counts['eval_categories'])}); dropped "
     f"{sum(counts['eval_dropped'].values())} bad lines, {eval_duplicates} duplicates"
   )
-  manifest.finish(folder, opened, counts)
+  manifest.finish(folder, opened, counts, "*.jsonl")
   return folder
 
 

@@ -30,7 +30,7 @@ from spec_jax.target import Target
 from spec_jax.types import pytree
 from train_drafter import config as config_lib
 from train_drafter import losses, manifest
-from train_drafter.batches import Packer
+from train_drafter.batches import Ahead, Packer
 from train_drafter.checkpoint import Checkpoints, GracefulExit
 from train_drafter.config import Config, TrainConfig
 from train_drafter.documents import draft_vocabulary, prepare
@@ -122,7 +122,7 @@ def run(cfg: Config, workdir: Path) -> Path:
       seed=cfg.train.seed, pad_id=max(target.config.pad_id, 0),
       features=len(module.taps) * target.config.hidden_size if stored else 0)
   result = fit(cfg, target, module, pack(kept), pack(held).in_order(), folder, began)
-  manifest.finish(folder, opened, counts | result)
+  manifest.finish(folder, opened, counts | result, "drafter/*")
   return folder
 
 
@@ -308,10 +308,11 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
     last = None
     with contextlib.closing(MetricLog(folder, step)) as log, \
         contextlib.closing(_Profile(folder if cfg.train.profile else None)) as profile, \
+        contextlib.closing(Ahead(packer, steps)) as ahead, \
         Bar("train", total=steps, start=step) as bar:
       while step < steps:
         profile.before(step - first)
-        batch = with_features(packer.batch(step), module.taps, target)
+        batch = with_features(ahead.batch(step), module.taps, target)
         state, sums = train_step(setup, state, setup.frozen, target.params, batch)
         step += 1
         note = None if last is None else log.step(*last, setup, packer)
@@ -335,6 +336,8 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
           saved.save(step, state, extra, metric=score)
         if stopping:
           saved.wait()
+          print(f"{STAGE}: stopped at step {step} of {steps}; the same command goes on from there",
+                flush=True)
           stop.leave()
         if late:
           print(f"{STAGE}: stopped at step {step} of {steps}: train.budget_s is used up")
@@ -364,7 +367,10 @@ def planned_steps(cfg, target, module, packer: Packer, folder: Path, began: floa
     return cfg.train.steps
   path = folder / "plan.json"
   if path.exists():
-    return json.loads(path.read_text())["steps"]
+    try:
+      return int(json.loads(path.read_text())["steps"])
+    except (ValueError, TypeError, KeyError):
+      raise UserError(f"{path}: damaged; remove {folder} and run its stage again") from None
   setup, state = make_setup(cfg, target, module, 1000)
   times = []
   for step in range(_CALIBRATION):
@@ -377,11 +383,20 @@ def planned_steps(cfg, target, module, packer: Packer, folder: Path, began: floa
   left = cfg.train.budget_s - (time.monotonic() - began)
   steps = max(_LEAST_STEPS, int(0.92 * left / second))
   manifest.write_json(path, {"steps": steps, "seconds_per_step": second})
-  print(f"{STAGE}: {second:.3f} s a step, {steps} steps in {max(left, 0):.0f} s", flush=True)
   if steps * second > left:
     print(f"{STAGE}: train.budget_s={cfg.train.budget_s:g} is short for reading, compiling and "
-          f"{_LEAST_STEPS} steps; it takes these steps all the same", flush=True)
+          f"{_LEAST_STEPS} steps of {second:.3f} s; it takes these steps all the same", flush=True)
+  else:
+    print(f"{STAGE}: {second:.3f} s a step, {steps} steps in {left:.0f} s", flush=True)
   return steps
+
+
+def _step_of(line: str) -> float:
+  """The step of a line of metrics; infinite for a damaged one."""
+  try:
+    return json.loads(line)["step"] if line.endswith("\n") else math.inf
+  except (ValueError, TypeError, KeyError):
+    return math.inf
 
 
 class MetricLog:
@@ -391,7 +406,7 @@ class MetricLog:
     self.path = folder / "metrics.jsonl"
     lines = self.path.read_text().splitlines(True) if self.path.exists() else []
     # A killed process may have left a part of a line.
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    kept = [line for line in lines if _step_of(line) <= step]
     self.path.write_text("".join(kept))
     self._file = open(self.path, "a", buffering=1)
     self._board = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)

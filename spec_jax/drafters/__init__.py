@@ -34,11 +34,12 @@ from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig, RopeScaling
 from spec_jax.models.decoder import BLOCK_TENSORS, tensor_shapes
 from spec_jax.target import DTYPES, Target, canonical_tensors
-from spec_jax.tokenizer import check_same_vocabulary
+from spec_jax.tokenizer import check_same_strings, check_same_vocabulary
 from spec_jax.weights import open_checkpoint, published
 
 DRAFTERS = {"ngram": NGram, "lookup": Lookup, "small_lm": SmallLM, "eagle3": Eagle3,
             "dflash": DFlash, "dspark": DSpark}
+_VOCABULARY = "vocabulary.json"  # of a saved drafter: the tokens by id
 LEARNED = ("small_lm", "eagle3", "dflash", "dspark")
 
 
@@ -323,6 +324,9 @@ def save_drafter(folder: Path, module: LearnedDrafter, target: Target, **extra: 
       "config": dataclasses.asdict(module.config),
       "target": target.name, "target_weight_hash": target.weight_hash,
       "tokenizer_hash": target.tokenizer.hash() if target.tokenizer else "", **extra}
+  if target.tokenizer:  # so that another tokenizer is refused by the first id that differs
+    text = json.dumps(list(target.tokenizer.token_strings()), ensure_ascii=False)
+    (folder / _VOCABULARY).write_text(text, encoding="utf-8")
   part = folder / "drafter.json.part"
   part.write_text(json.dumps(facts, indent=2) + "\n")
   part.replace(folder / "drafter.json")
@@ -333,6 +337,10 @@ def _load_saved(folder: Path, target: Target, dtype: str) -> Drafter:
   if facts["kind"] not in LEARNED:
     raise UserError(f"{folder / 'drafter.json'}: kind {facts['kind']!r} is not supported")
   if target.tokenizer is not None and facts["tokenizer_hash"] != target.tokenizer.hash():
+    vocabulary = folder / _VOCABULARY
+    if vocabulary.exists():
+      check_same_strings(json.loads(vocabulary.read_text(encoding="utf-8")),
+                         target.tokenizer.token_strings())
     raise UserError(f"{folder}: this drafter was made for another tokenizer than {target.name}'s")
   if facts["target_weight_hash"] != target.weight_hash:
     raise UserError(

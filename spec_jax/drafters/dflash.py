@@ -336,9 +336,9 @@ class DFlash(LearnedDrafter):
     An anchor is an answered token whose next token is supervised: the prefill gives the first token
     of an answer, so drafting begins behind it.
     """
-    teacher, segments = batch["teacher"], batch["segments"]
-    before = lambda x: jnp.pad(x[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    can = (teacher >= 0) & (before(teacher) >= 0) & (before(segments) == segments)
+    teacher = batch["teacher"]
+    before = jnp.pad(teacher[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    can = (teacher >= 0) & (before >= 0)
     priority = jnp.where(can, jax.random.uniform(key, can.shape), -1.0)
     top, place = jax.lax.top_k(priority, min(self.anchors, can.shape[1]))
     return place, top >= 0
@@ -351,19 +351,19 @@ class DFlash(LearnedDrafter):
         _take(batch["tokens"], place), _take(positions, place), self.block_size,
         self.context(batch["features"], positions), visible, target)
 
-  def _columns(self, place, size):
-    """Columns [R, A, K] of the token before each draft, kept inside a row of `size`, and where they
-    are inside."""
-    at = place[..., None] + jnp.arange(self.depths)
-    return jnp.minimum(at, size - 1), at < size
+  def _columns(self, place, size) -> Int[Array, "R A K"]:
+    """Columns of the token before each draft, kept inside a row of `size`."""
+    return jnp.minimum(place[..., None] + jnp.arange(self.depths), size - 1)
 
   def _pack(self, hidden, batch, place, live) -> TrainStates:
     """The states [R, A, K, E] with what each predicts: the j-th draft is the token behind column
-    anchor + j - 1, as long as every draft up to it belongs to the anchor's own answer."""
-    at, inside = self._columns(place, batch["teacher"].shape[1])
-    teacher, segment = _take(batch["teacher"], at), _take(batch["segments"], at)
-    there = live[..., None] & inside & (teacher >= 0) & (segment == segment[..., :1])
-    there = jnp.cumprod(there.astype(jnp.int32), -1) > 0
+    anchor + j - 1, as long as all drafts up to it are answered tokens.
+
+    The last position of a text or row has no teacher row, so such a run never leaves its text.
+    """
+    at = self._columns(place, batch["teacher"].shape[1])
+    teacher = _take(batch["teacher"], at)
+    there = jnp.cumprod((live[..., None] & (teacher >= 0)).astype(jnp.int32), -1) > 0
     depth = jnp.broadcast_to(jnp.arange(self.depths), at.shape)
     weight = jnp.where(there, jnp.exp(-depth / self.gamma), 0.0)
     return TrainStates(

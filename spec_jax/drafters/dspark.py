@@ -107,7 +107,7 @@ class DSpark(DFlash):
     """States [h_j ; W1[x_{j-1}]] of drawn blocks, x the true tokens (see `DFlash.train_states`)."""
     place, live = self.draw_anchors(batch, key)
     hidden = self._train_blocks(batch, place, target)
-    at, _ = self._columns(place, batch["tokens"].shape[1])
+    at = self._columns(place, batch["tokens"].shape[1])
     previous = jnp.take_along_axis(batch["tokens"], at.reshape(at.shape[0], -1), 1)
     rows = self.markov_w1[...][previous.reshape(at.shape)]
     return self._pack(jnp.concatenate([hidden, rows], -1), batch, place, live)

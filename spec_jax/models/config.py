@@ -93,7 +93,7 @@ class DecoderConfig:
       raise UserError(
           f"architectures={names[0]!r} is not supported (known: {', '.join(_SUPPORTED)})")
     for field, only in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False),
-                        ("quantization_config", None)):
+                        ("quantization_config", None), ("sliding_window", None)):
       if hf.get(field, only) != only:
         raise UserError(f"config.json field {field}={hf[field]!r} is not supported (only {only!r})")
     try:

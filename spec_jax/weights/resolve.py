@@ -41,6 +41,8 @@ def resolve(source: str) -> Source:
   Raises:
     UserError: nothing is there, or it is of no known kind; names the path or package.
   """
+  if not source:
+    raise UserError("the model has no name (known: demo, hf:org/name, a folder, a .gguf file)")
   if source == "demo":
     return Source("gguf", _demo_file(), "demo")
   if source.startswith("hf:"):

@@ -425,7 +425,7 @@ def test_each_draft_has_the_label_of_its_own_position(kind):
   ids, more = document(9, 1), document(8, 2)
   module = build(kind, anchors=24)
   K = module.depths
-  batch = pack([[(ids, range(3, 8)), (more, range(1, 7))]])
+  batch = pack([[(ids, range(3, 8)), (more, range(1, 7))]], size=17)  # the row ends as the text
   states, at = train(module, batch)
   # The first answered token is the first anchor, the last one with a successor the last.
   assert set(at) == {(0, c) for c in [*range(4, 8), *range(9 + 2, 9 + 7)]}

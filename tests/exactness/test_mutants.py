@@ -149,7 +149,8 @@ def test_injected_zero_catches_less_or_equal(name):
     return int(verdict.accepted[0]), int(verdict.next_token[0])
 
   assert accepted(0.0) == (0, 1)
-  assert accepted(-1e-30)[0] == 1  # u < h for every u below 0 is u <= h at 0: the mutant
+  with replaced(verify, _passes=lambda u, chance: u <= chance):
+    assert accepted(0.0)[0] == 1
   CAUGHT.append(f"<= for < in {name} (u = 0)")
 
 
@@ -159,9 +160,19 @@ def test_injected_almost_one_accepts_the_certain(name):
   p = jnp.asarray([[[0.25, 0.75], [0.0, 1.0]]])
   proposal = Proposal(jnp.asarray([[1]], jnp.int32), jnp.asarray([[[0.25, 0.75]]]))
   high = lambda keys, purpose, count: jnp.full((1, count), ALMOST_ONE, jnp.float32)
-  with replaced(sampling, uniforms=high):
-    verdict = verify.RULES[name].apply(p, proposal, KEYS, jnp.asarray([1], jnp.int32))
-  assert (int(verdict.accepted[0]), int(verdict.next_token[0])) == (1, 1)
+
+
+  def accepted():
+    with replaced(sampling, uniforms=high):
+      verdict = verify.RULES[name].apply(p, proposal, KEYS, jnp.asarray([1], jnp.int32))
+    return int(verdict.accepted[0]), int(verdict.next_token[0])
+
+  assert accepted() == (1, 1)
+  guarded = lambda p, proposal: jnp.take_along_axis(
+      p[:, :-1], proposal.tokens[..., None], -1)[..., 0] / (0.75 + 1e-6)
+  with replaced(verify, acceptance_probabilities=guarded):
+    assert accepted()[0] == 0
+  CAUGHT.append(f"an epsilon in the denominator in {name} (u = 1 - 2**-24)")
 
 
 KEYS = sampling.round_keys(

@@ -1,6 +1,7 @@
 """The packer: every document once, apart from the others, and the same batches in every process."""
 
 import collections
+import dataclasses
 import hashlib
 import json
 import subprocess
@@ -11,7 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from train_drafter.batches import Document, Packer
+from train_drafter.batches import Ahead, Document, Packer
+from train_drafter.store import StoredDocument
 
 ROOT = Path(__file__).parents[2]
 D = 4
@@ -213,3 +215,60 @@ def test_validation_comes_once_and_in_order():
   assert flat(batches[0])[0] == 0
   assert {b["tokens"].shape for b in batches} == {(2, 24)}
   assert sum(b["weight"].sum() for b in batches) == sum(d.supervised for d in docs)
+
+
+def test_made_ahead_is_the_same():
+  """In any order of steps, also after a jump, and never behind the last one."""
+  docs = documents(40)
+  plain, made = packer(docs), []
+
+  class Counted(Packer):
+    def batch(self, step):
+      made.append(step)
+      return super().batch(step)
+
+  ahead = Ahead(Counted(docs, rows=3, seq_len=24, chunk=8, seed=5), steps=8)
+  for step in (0, 1, 2, 6, 7):
+    ours, theirs = ahead.batch(step), plain.batch(step)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+      np.testing.assert_array_equal(ours[name], value)
+  ahead.close()
+  assert sorted(set(made)) == [0, 1, 2, 3, 6, 7]
+
+
+class Stored(StoredDocument):
+  """Stands for a document of the store: rows that tell their document and position."""
+
+  def __init__(self, i):
+    object.__setattr__(self, "i", i)
+
+  def features(self, start, stop):
+    return np.repeat((20 * self.i + np.arange(start, stop))[:, None], 6, 1)
+
+  def last_hidden(self, start, stop):
+    return np.repeat((20 * self.i + np.arange(start, stop))[:, None], D, 1)
+
+
+def test_features_and_teacher_rows_lie_where_their_tokens_are():
+  docs = [dataclasses.replace(document(i, n, f), hidden=None, stored=Stored(i)).cut(12)
+          for i, (n, f) in enumerate([(9, 3), (15, 6), (5, 0), (12, 10)])]
+  batch, = packer(docs, rows=3, features=6).in_order()
+  known = packer([document(i, n, f).cut(12) for i, (n, f) in enumerate(
+      [(9, 3), (15, 6), (5, 0), (12, 10)])], rows=3).in_order()[0]
+  same = known["place"] == batch["place"]
+  assert same.all()
+  row = batch["place"][:int(batch["weight"].sum())]
+  np.testing.assert_array_equal(
+      batch["hidden"][:len(row), 0],
+      (20 * (batch["tokens"] // 1000 - 1) + batch["positions"]).reshape(-1)[row])
+  there = batch["segments"] >= 0
+  number = batch["tokens"] // 1000 - 1
+  np.testing.assert_array_equal(
+      batch["features"][there][:, 0], (20 * number + batch["positions"])[there])
+  assert not batch["features"][~there].any()
+  rows = batch["teacher"].reshape(-1)
+  for m, at in enumerate(batch["place"]):
+    if batch["weight"][m]:
+      assert rows[at] == m
+  assert (rows >= 0).sum() == batch["weight"].sum() == sum(d.supervised for d in docs)

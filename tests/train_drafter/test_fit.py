@@ -38,7 +38,7 @@ SETUPS: dict = {}
 
 
 class Recorder(Packer):
-  """A packer that remembers which batches were taken."""
+  """A packer that remembers which batches were made: one more than a stopped run has used."""
 
   def __init__(self, *args, **options):
     super().__init__(*args, **options)
@@ -216,7 +216,7 @@ def test_the_budget_is_a_hard_limit(shared, tmp_path, monkeypatch):
   monkeypatch.setattr(train, "_LEAST_STEPS", 3)
   result, taken = fit(make_config(budget_s=1e-9), tmp_path)  # began at 0: long ago
   assert (result["steps"], result["planned_steps"], result["best_step"]) == (3, 20, 3)
-  assert len(taken) == 3 and (tmp_path / "checkpoints" / "3").is_dir()
+  assert len(taken) == 4 and (tmp_path / "checkpoints" / "3").is_dir()
   assert tensors(tmp_path) and [r["step"] for r in metrics(tmp_path, "train")] == [1, 2, 3]
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -205,6 +206,39 @@ def test_all_stages_run_in_order_after_the_checks(config_file, workdir, stages, 
 def test_evaluate_is_followed_by_its_report(config_file, workdir, stages):
   run(f"--config={config_file}", f"--workdir={workdir}", "--stage=evaluate")
   assert [name for name, _ in stages] == ["finalize", "validate", "evaluate", "report"]
+
+
+def test_a_refused_stage_leaves_no_claim(config_file, workdir, stages, monkeypatch, capsys):
+  """What was refused before anything was made binds neither the next run nor the old folder."""
+  first = [f"--config={config_file}", f"--workdir={workdir}", "--stage=train"]
+  module = sys.modules["train_drafter.train"]
+  good = module.run
+
+  def refuse(cfg, folder):
+    manifest.begin(folder / "train", stage="train", config={"train": dataclasses.asdict(cfg.train)})
+    raise UserError("no such file")
+
+  monkeypatch.setattr(module, "run", refuse)
+  with pytest.raises(UserError, match="no such file"):
+    run(*first, "--config.train.lr=9.0")
+  assert not (workdir / "train").exists()
+  monkeypatch.setattr(module, "run", good)
+  run(*first)
+  kept = manifest.Manifest.load(workdir / "train").run
+  monkeypatch.setattr(module, "run", refuse)
+  with pytest.raises(UserError, match="no such file"):
+    run(*first, "--config.train.lr=9.0", "--overwrite")
+  assert manifest.Manifest.load(workdir / "train").run == kept
+  assert not (workdir / "train.old-1").exists()
+  assert "is " + str(workdir / "train") + " again" in capsys.readouterr().out
+  # What a stage has begun to make stays.
+  monkeypatch.setattr(module, "run", lambda cfg, folder: (
+      (folder / "train" / "part").write_text("x"), refuse(cfg, folder)))
+  shutil.rmtree(workdir / "train")
+  (workdir / "train").mkdir()
+  with pytest.raises(UserError):
+    run(*first)
+  assert (workdir / "train" / "part").exists()
 
 
 def test_a_target_is_refused_before_the_first_stage(workdir):

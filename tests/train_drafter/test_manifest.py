@@ -229,7 +229,7 @@ def test_an_edited_or_broken_manifest_is_refused(workdir):
     Manifest.load(workdir / "prompts")
   for text in ("{", "[]", json.dumps({"stage": "prompts"})):
     path.write_text(text)
-    with pytest.raises(UserError, match="manifest.json: not a stage manifest"):
+    with pytest.raises(UserError, match="manifest.json: damaged, no stage manifest"):
       Manifest.load(workdir / "prompts")
 
 

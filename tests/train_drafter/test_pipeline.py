@@ -1,5 +1,6 @@
 """All stages on a tiny target: what they leave behind, reuse, and runs that are killed."""
 
+import dataclasses
 import json
 import shutil
 
@@ -68,6 +69,33 @@ def test_finished_stages_are_reused(finished, capsys):
     stage.run(cfg, workdir)
   assert files(workdir) == before
   assert capsys.readouterr().out.count("reused") == len(STAGES)
+
+
+@pytest.mark.parametrize("name", [
+    "prompts/prompts.jsonl", "generate/part-00000.npz", "train/drafter/drafter.safetensors",
+    "export/drafter/config.json"])
+@pytest.mark.parametrize("damage", ["is gone", "has another size"])
+def test_a_finished_stage_that_lost_a_file_is_not_reused(finished, tmp_path, name, damage):
+  cfg, folder = copied(finished, tmp_path, *STAGES)
+  path = folder / name
+  if damage == "is gone":
+    path.unlink()
+  else:
+    path.write_bytes(path.read_bytes()[:-1])
+  stage = path.relative_to(folder).parts[0]
+  with pytest.raises(UserError, match=f"{path}: {damage} since stage {stage} ended; remove"):
+    STAGES[stage].run(cfg, folder)
+
+
+@pytest.mark.parametrize("name", ["identity.json", "speed-float32.json"])
+def test_a_damaged_measurement_is_named(finished, tmp_path, name):
+  cfg, folder = copied(finished, tmp_path, "prompts", "generate", "train", "evaluate")
+  made = Manifest.load(folder / "evaluate")
+  dataclasses.replace(made, complete=False).save(folder / "evaluate")
+  path = folder / "evaluate" / "parts" / name
+  path.write_text(path.read_text()[:-9])
+  with pytest.raises(UserError, match=f"{path}: damaged .*remove it and run --stage=evaluate"):
+    evaluate.run(cfg, folder)
 
 
 @pytest.mark.parametrize("name, damage, stage", [

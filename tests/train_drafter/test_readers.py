@@ -1,0 +1,104 @@
+"""The drafters that read hidden states, through every stage on a tiny target."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import spec_jax
+from spec_jax.errors import UserError
+from spec_jax.weights.safetensors import write_folder
+from tests import tiny
+from tests.train_drafter import tiny_run
+from tests.weights import toy
+from train_drafter import evaluate, export, extract, generate, prompts, report, train, verify_store
+
+KINDS = ("eagle3", "dflash", "dspark")
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+  """Config and folder of a run whose target, of eight layers, has answered."""
+  root = tmp_path_factory.mktemp("readers")
+  cfg = tiny_run.make_config(root)
+  config = tiny.config(
+      vocab_size=len(toy.vocabulary()), num_layers=8, max_position=256, bos_id=0, eos_ids=(2,))
+  write_folder(root / "target", config, tiny.tensors(config), toy.tokenizer())
+  cfg.drafter.init_layers, cfg.drafter.steps = (6, 7), 2
+  cfg.drafter.block_size, cfg.drafter.num_taps, cfg.drafter.anchors = 4, 2, 4
+  cfg.drafter.mask_id, cfg.drafter.markov_rank = 5, 8
+  cfg.evaluate.lookup = "2-1"
+  cfg.evaluate.speed_dtypes = ()
+  for stage in (prompts, generate):
+    stage.run(cfg, root / "run")
+  return cfg, root / "run"
+
+
+def started(answered, folder, kind, **changes):
+  """A copy of the answered run for a drafter of this kind."""
+  cfg, run = answered
+  for name in ("prompts", "generate"):
+    shutil.copytree(run / name, folder / name)
+  return dataclasses.replace(
+      cfg, drafter=dataclasses.replace(cfg.drafter, kind=kind),
+      features=dataclasses.replace(cfg.features, **changes)), folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_stage(answered, tmp_path, kind, capsys):
+  cfg, folder = started(answered, tmp_path, kind)
+  for stage in (extract, verify_store, train, evaluate, export, report):
+    stage.run(cfg, folder)
+  made = json.loads((folder / "evaluate" / "report.json").read_text())
+  assert made["drafter"] == kind and set(made["controls"]) == {"ngram", "lookup", "untrained"}
+  assert made["identity"][0]["verdict"] == "bitwise"
+  rows = [json.loads(x) for x in (folder / "train" / "metrics.jsonl").read_text().splitlines()]
+  held = [row for row in rows if row["split"] == "validation"]
+  places = {"eagle3": 2, "dflash": 3, "dspark": 4}[kind]
+  assert len(held[-1]["alpha_by_place"]) == places and held[-1]["alpha_tau"] >= 1
+  assert all(np.isfinite(row["loss"]) for row in rows)
+  untrained = train.initial_drafter(
+      cfg, spec_jax.load_target(cfg.target.source),
+      np.load(folder / "train" / "draft_ids.npy")).own_tensors()
+  trained = safetensors.numpy.load_file(folder / "train" / "drafter" / "drafter.safetensors")
+  assert all(np.any(trained[name] != np.asarray(value)) for name, value in untrained.items())
+  golden = json.loads((folder / "export" / "drafter" / "acceptance.json").read_text())
+  assert golden["identical"] == 2
+  assert "tau" in capsys.readouterr().out
+
+
+def test_online_features_are_those_of_the_store(answered, tmp_path):
+  """The target in the training program gives the drafter that its store gives."""
+  tensors = {}
+  for mode in ("store", "online"):
+    cfg, folder = started(answered, tmp_path / mode, "eagle3", mode=mode)
+    for stage in (extract, train):
+      stage.run(cfg, folder)
+    tensors[mode] = safetensors.numpy.load_file(
+        folder / "train" / "drafter" / "drafter.safetensors")
+    assert (mode == "store") == any((folder / "extract").glob("part-*"))
+  for name, value in tensors["store"].items():
+    np.testing.assert_allclose(tensors["online"][name], value, atol=2e-3)
+
+
+def test_what_cannot_be_trained_is_refused_early(answered, tmp_path):
+  cfg, folder = started(answered, tmp_path, "eagle3", mode="topk")
+  extract.run(cfg, folder)
+  with pytest.raises(UserError, match="features.mode=topk"):
+    train.run(cfg, folder)
+  cfg.target = dataclasses.replace(cfg.target, source=str(tmp_path / "shallow"))
+  config = tiny.config(vocab_size=len(toy.vocabulary()), num_layers=3, bos_id=0, eos_ids=(2,))
+  write_folder(tmp_path / "shallow", config, tiny.tensors(config), toy.tokenizer())
+  cfg.drafter.init_layers = (2,)
+  with pytest.raises(UserError, match="needs 7 layers; this one has 3"):
+    generate.check_layers(cfg, config)
+
+
+def test_a_drafter_without_taps_needs_no_features(answered, tmp_path, capsys):
+  cfg, folder = started(answered, tmp_path, "small_lm")
+  extract.run(cfg, folder)
+  assert not (folder / "extract").exists()
+  assert "reads no hidden states" in capsys.readouterr().out
