@@ -39,8 +39,8 @@ def define_flags(values: flags.FlagValues) -> None:
       "target", "demo", "demo, a Hugging Face folder, a .gguf file, or hf:org/name", **own)
   flags.DEFINE_string(
       "drafter", "ngram", "ngram, ngram:MAX-MIN, lookup:SOURCE (prompt lookup over another "
-      "drafter), self, a folder that train_drafter wrote, any small model of the same tokenizer, or "
-      "none for plain decoding", **own)
+      "drafter), self, a folder that train_drafter wrote, any small model of the same tokenizer, "
+      "or none for plain decoding", **own)
   flags.DEFINE_string("prompt", None, "the text; standard input by default", **own)
   flags.DEFINE_bool("chat", True, "wrap the text as a user's message in the chat template", **own)
   flags.DEFINE_string("system", None, "system message of the chat", **own)
