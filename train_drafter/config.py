@@ -94,7 +94,8 @@ class TrainConfig:
   loss: str = "fkl"  # ce, fkl, rkl, jsd, tv, lk_alpha, lk_hybrid, ce_tv
   position_weight: str = "exp"  # of later places of a draft: exp (as the drafter has it) or uniform
   steps: int = 0  # 0: as many as fit into budget_s, measured at the start
-  budget_s: float = 480.0  # of one run, which stops at 1.15 times this; 0 for no limit
+  # Seconds of one run, which stops at 1.15 times this (but not before 20 steps); 0 for no limit.
+  budget_s: float = 480.0
   batch_rows: int = 4
   seq_len: int = 512
   lr: float = 4e-3

@@ -39,6 +39,9 @@ def test_truncation_changes_nothing_about_it(name, transform):
     for deterministic in (False, True):
       assert wrongest(
           range(3), 4, 2, np.float64, deterministic, 2, name, transform=transform) < 1e-12
+  for deterministic in (False, True):
+    assert wrongest(
+        range(1), 4, 2, np.float32, deterministic, 2, name, transform=transform) < 1e-6
 
 
 def test_the_example_of_the_cases():

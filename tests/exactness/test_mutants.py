@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import spec_jax
 from spec_jax import sampling, verify
 from spec_jax.types import Proposal
+from tests import tiny
 from tests.exactness import montecarlo
 from tests.exactness.enumeration import wrongest
 from tests.exactness.montecarlo import chi_square, counts, cut_top_p, exact_law, softmax
@@ -232,3 +234,41 @@ def test_counting_catches(mutant, module, name, settings, number):
   else:
     assert caught
     CAUGHT.append(f"{mutant.__name__} (counting)")
+
+
+# Caught by coupled equality: what names the noise.
+
+
+def noise_by_round(keys, places, width):
+  """Noise that starts anew with every round: another draft length gives another text."""
+  def row(key, start):
+    at = lambda j: jax.random.gumbel(
+        jax.random.fold_in(jax.random.fold_in(key, start), j), (width,), jnp.float32)
+    return jax.vmap(at)(places)
+  return jax.vmap(row)(keys.rows, keys.start)
+
+
+def noise_of_the_drafter(keys, places, width):
+  """The drafter's single places get other noise than the target's block: it draws by itself."""
+  start = keys.start + (1000 if len(places) == 1 else 0)
+  return gumbel(dataclasses.replace(keys, start=start), places, width)
+
+
+gumbel = sampling.gumbel
+
+
+@pytest.mark.parametrize("mutant", [noise_by_round, noise_of_the_drafter])
+def test_coupled_equality_catches(mutant):
+  """Either the text depends on the draft length, or self-draft is refused where nothing is."""
+  options = dict(temperature=0.8, rule="coupled", seed=5, max_new_tokens=12, batch_size=4)
+  decode = lambda draft_len: spec_jax.generate(
+      tiny.target(), tiny.self_drafter(), tiny.prompts(4), draft_len=draft_len, **options)
+  jax.clear_caches()
+  try:
+    with replaced(sampling, gumbel=mutant):
+      short, long = decode(2), decode(4)
+  finally:
+    jax.clear_caches()
+  whole = all((r.accepted == r.proposed).all() for r in long.records)
+  assert short.tokens != long.tokens or not whole
+  CAUGHT.append(f"{mutant.__name__} (coupled equality)")
