@@ -23,6 +23,7 @@ from train_drafter.progress import Bar
 from train_drafter.store import StoredDocument
 
 _SCORE_ROWS = 1024  # teacher states scored at once
+_STATISTICS = "teacher.npz"
 
 
 def prepare(
@@ -41,8 +42,9 @@ def prepare(
     raise UserError("train: the generate stage left no answers")
   whole = [(a.prompt, _document(a)) for a in answers]
   documents, of_prompt, dropped = [], {}, 0
-  for (prompt, d), (lse, best) in zip(whole, teacher_statistics(
-      [d for _, d in whole], target, cfg), strict=True):
+  scored = _kept_statistics(folder, [d.supervised for _, d in whole]) or list(
+      teacher_statistics([d for _, d in whole], target, cfg))
+  for (prompt, d), (lse, best) in zip(whole, scored, strict=True):
     d = dataclasses.replace(d, logsumexp=lse, best=best).cut(cfg.train.seq_len)
     if d.supervised > 0:
       documents.append(d)
@@ -68,6 +70,7 @@ def prepare(
                     "answers to train")
   if ids is not None and not (folder / "draft_ids.npy").exists():
     np.save(folder / "draft_ids.npy", ids)
+  _keep_statistics(folder, scored)
   return kept, held, {
       "documents": len(documents), "held_out": len(held), "dropped": dropped,
       "draft_vocab_coverage": coverage,
@@ -93,6 +96,31 @@ def _document(source: Answer | StoredDocument) -> Document:
     return Document(source.tokens, source.prompt_len - 1, source.hidden, nothing, nothing)
   # An answer's first token is predicted by the prompt's last one.
   return Document(source.tokens, source.first_answer - 1, None, nothing, nothing, source)
+
+
+def _kept_statistics(
+    folder: Path, counts: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+  """What an earlier process of this run left of `teacher_statistics`; empty for nothing."""
+  path = folder / _STATISTICS
+  if not path.exists():
+    return []
+  with open(path, "rb") as file, np.load(file) as kept:
+    lse, best = kept["logsumexp"], kept["best"]
+  if len(lse) != sum(counts):
+    raise UserError(f"{path}: holds {len(lse)} positions and the answers have {sum(counts)}; "
+                    f"remove {folder} and run its stage again")
+  edges = np.cumsum(counts)[:-1]
+  return list(zip(np.split(lse, edges), np.split(best, edges), strict=True))
+
+
+def _keep_statistics(folder: Path, found: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+  """Keeps them for a run that is resumed: scoring takes as long as many steps."""
+  if not (folder / _STATISTICS).exists():
+    lse, best = (np.concatenate(x) for x in zip(*found, strict=True))
+    part = folder / f".{_STATISTICS}.part"
+    with open(part, "wb") as file:
+      np.savez(file, logsumexp=lse, best=best)
+    part.replace(folder / _STATISTICS)
 
 
 def teacher_statistics(

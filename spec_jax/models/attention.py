@@ -51,16 +51,22 @@ def attend_own(
   a query's own keys are its draft so far (or its block).
   """
   B, T, N, H = q.shape
-  G = k.shape[1]
-  grouped = q.reshape(B, T, G, N // G, H)
-  shared = jnp.einsum("btgrh,bgsh->bgrts", grouped, k, preferred_element_type=jnp.float32)
-  own = jnp.einsum("btgrh,btgjh->bgrtj", grouped, own_k, preferred_element_type=jnp.float32)
+  G, S = k.shape[1:3]
+  R = N // G
+  grouped = q.reshape(B, T, G, R, H).transpose(0, 2, 1, 3, 4)
+  own_k, own_v = (x.transpose(0, 2, 1, 3, 4) for x in (own_k, own_v))
+  # Contractions whose result keeps the order of their operands: XLA:CPU runs no others in bfloat16.
+  shared = jnp.einsum(
+      "bgth,bgsh->bgts", grouped.reshape(B, G, T * R, H), k, preferred_element_type=jnp.float32)
+  # A product per query would be thousands of tiny matrices; these are sums that fuse.
+  wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  own = jnp.sum(wide(grouped)[:, :, :, :, None] * wide(own_k)[:, :, :, None], -1)
   scores = jnp.concatenate([
-      jnp.where(mask[:, None, None], shared * H**-0.5, _MASKED),
-      jnp.where(own_mask[:, None, None], own * H**-0.5, _MASKED)], -1)
+      jnp.where(mask[:, None, :, None], shared.reshape(B, G, T, R, S) * H**-0.5, _MASKED),
+      jnp.where(own_mask[:, None, :, None], own * H**-0.5, _MASKED)], -1)
   probs = jax.nn.softmax(scores, -1).astype(v.dtype)
-  S = k.shape[2]
-  out = jnp.einsum("bgrts,bgsh->btgrh", probs[..., :S], v, preferred_element_type=jnp.float32)
-  out += jnp.einsum(
-      "bgrtj,btgjh->btgrh", probs[..., S:], own_v, preferred_element_type=jnp.float32)
-  return out.astype(q.dtype).reshape(B, T, N, H)
+  out = jnp.einsum(
+      "bgts,bgsh->bgth", probs[..., :S].reshape(B, G, T * R, S), v,
+      preferred_element_type=jnp.float32).reshape(B, G, T, R, H)
+  out += jnp.sum(wide(probs[..., S:])[..., None] * wide(own_v)[:, :, :, None], -2)
+  return out.astype(q.dtype).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
