@@ -140,11 +140,20 @@ def execute(options: Options) -> None:
   if not record.exists():
     _write_record(record, cfg, options)
   for stage in options.stages:
+    if stage == "extract" and options.stages == STAGES and not _reads_features(cfg):
+      continue
     began = time.monotonic()
     folder = _run_stage(stage, cfg, options)
     # Only now: a refused run leaves the record of the run that made the folder.
     _write_record(record, cfg, options)
     print(f"{stage}: {clock_text(time.monotonic() - began)}  {folder}", flush=True)
+
+
+def _reads_features(cfg: Any) -> bool:
+  """Whether the drafter of a config reads hidden states of the target."""
+  from train_drafter.train import sources
+
+  return "extract" in sources(cfg)
 
 
 def _check_target(cfg: Any) -> None:

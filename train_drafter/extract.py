@@ -86,9 +86,6 @@ def run(cfg: Config, workdir: Path) -> Path:
   """
   workdir = Path(workdir)
   folder = workdir / STAGE
-  if cfg.drafter.kind == "small_lm":
-    print(f"{STAGE}: a {cfg.drafter.kind} drafter reads no hidden states, nothing to do")
-    return folder
   source = manifest.require(workdir / "generate", "generate", cfg)
   target = spec_jax.load_target(cfg.target.source, dtype=cfg.target.dtype)
   taps = taps_of(cfg, target.config.num_layers)

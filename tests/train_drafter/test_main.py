@@ -69,6 +69,7 @@ def stages(monkeypatch):
   monkeypatch.setattr("train_drafter.config", checks, raising=False)
   monkeypatch.setitem(sys.modules, "train_drafter.config", checks)
   monkeypatch.setattr(cli, "_check_target", lambda cfg: None)
+  monkeypatch.setattr(cli, "_reads_features", lambda cfg: True)
 
   for name in cli.STAGES:
     module = types.ModuleType(f"train_drafter.{name}")
@@ -201,6 +202,23 @@ def test_all_stages_run_in_order_after_the_checks(config_file, workdir, stages, 
   lines = capsys.readouterr().out.splitlines()
   assert [line.split(":")[0] for line in lines] == list(cli.STAGES)
   assert lines[3] == f"train: 0:00  {workdir / 'train'}"
+
+
+def test_extract_runs_only_for_a_drafter_that_reads_features(
+    config_file, workdir, stages, monkeypatch):
+  monkeypatch.setattr(cli, "_reads_features", lambda cfg: False)
+  run(f"--config={config_file}", f"--workdir={workdir}")
+  assert "extract" not in [name for name, _ in stages]
+  stages.clear()
+  run(f"--config={config_file}", f"--workdir={workdir}", "--stage=extract")  # asked for by name
+  assert [name for name, _ in stages] == ["finalize", "validate", "extract"]
+
+
+def test_which_drafters_read_features():
+  cfg = config.Config()
+  for kind, reads in [("small_lm", False), ("eagle3", True), ("dflash", True), ("dspark", True)]:
+    cfg.drafter.kind = kind
+    assert cli._reads_features(cfg) == reads
 
 
 def test_evaluate_is_followed_by_its_report(config_file, workdir, stages):

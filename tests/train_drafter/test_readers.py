@@ -95,10 +95,3 @@ def test_what_cannot_be_trained_is_refused_early(answered, tmp_path):
   cfg.drafter.init_layers = (2,)
   with pytest.raises(UserError, match="needs 7 layers; this one has 3"):
     generate.check_layers(cfg, config)
-
-
-def test_a_drafter_without_taps_needs_no_features(answered, tmp_path, capsys):
-  cfg, folder = started(answered, tmp_path, "small_lm")
-  extract.run(cfg, folder)
-  assert not (folder / "extract").exists()
-  assert "reads no hidden states" in capsys.readouterr().out
