@@ -30,8 +30,10 @@ echo "making $(1) with $$("$$found" --version)"; \
 "$$found" -m venv --clear $(1)
 endef
 
-# Two processes, each with fewer compiled programs (tests/conftest.py says why that matters).
+# Two processes, each with fewer compiled programs (tests/conftest.py says why that matters), at once:
+# a test keeps little more than one core busy.
 # Status 5 is "no test chosen", as when PYTEST_ARGS names tests of the other part.
+APART := tests/exactness tests/drafters
 pytest_of = $(PY) -m pytest -m 'not interop' $(1) $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 .PHONY: help setup quickstart test lint bench interop clean
@@ -71,8 +73,12 @@ quickstart: setup
 	@$(PY) -m train_drafter --config=configs/quickstart.py --workdir=runs/quickstart
 
 test: setup $(VENV)/.test
-	@$(call pytest_of,tests/exactness)
-	@$(call pytest_of,--ignore=tests/exactness)
+	@ladder=$$(mktemp); status=0; \
+	( $(call pytest_of,$(APART)) ) >$$ladder 2>&1 & other=$$!; \
+	trap 'kill $$other; exit 130' INT TERM; \
+	$(call pytest_of,$(APART:%=--ignore=%)) || status=$$?; \
+	echo '$(APART), which ran beside:'; \
+	wait $$other || status=$$?; cat $$ladder; rm -f $$ladder; exit $$status
 
 lint: $(VENV)/.test
 	@$(PY) -m ruff check .
