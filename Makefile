@@ -85,6 +85,7 @@ lint: $(VENV)/.test
 
 bench: setup
 	@$(PY) -m tests.benchmarks.bench $(BENCH_ARGS)
+	@$(PY) -m tests.benchmarks.training
 
 $(IENV)/.made:
 	@$(call make_env,$(IENV),$(INTEROP_PYTHONS),$(INTEROP_VERSION),Python 3.11,INTEROP_PYTHON)
