@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tensorboardX
 from flax import nnx
 
 import spec_jax
@@ -36,6 +35,7 @@ from train_drafter.config import Config, TrainConfig
 from train_drafter.documents import draft_vocabulary, prepare
 from train_drafter.extract import open_features
 from train_drafter.generate import load_answers, target_id
+from train_drafter.metrics import MetricLog, Profile, means, quality
 from train_drafter.progress import Bar
 
 STAGE = "train"
@@ -252,27 +252,6 @@ def validate(setup: Setup, params: Any, target_params: Any, batches: Iterable[di
   return means(total)
 
 
-def means(sums: dict[str, np.ndarray]) -> dict[str, Any]:
-  """Means of the sums of `batch_sums`: loss; alpha, greedy_match and kept_mass of the first drafted
-  token; and of a drafter with several draft places also the list over all, and the tau that these
-  would give if places were independent (an estimate over uniform anchors)."""
-  count = np.maximum(sums["count"], 1)
-  out: dict[str, Any] = {"loss": float(sums["loss"] / max(sums["weight"], 1e-9))}
-  for name in ("alpha", "greedy_match", "kept_mass"):
-    out[name] = float(sums[name][0] / count[0])
-  if len(count) > 1:
-    for name in ("alpha", "greedy_match"):
-      places = sums[name] / count
-      out[f"{name}_by_place"] = [round(float(x), 4) for x in places]
-      out[f"{name}_tau"] = float(1 + np.cumprod(places).sum())
-  return out
-
-
-def quality(found: dict[str, Any]) -> float:
-  """What the best checkpoint has most of: accepted drafts at T=1 and at T=0."""
-  return sum(found.get(f"{name}_tau", 1 + found[name]) - 1 for name in ("alpha", "greedy_match"))
-
-
 # The loop.
 
 
@@ -307,7 +286,7 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
     step = first = int(state.step)
     last = None
     with contextlib.closing(MetricLog(folder, step)) as log, \
-        contextlib.closing(_Profile(folder if cfg.train.profile else None)) as profile, \
+        contextlib.closing(Profile(folder if cfg.train.profile else None)) as profile, \
         contextlib.closing(Ahead(packer, steps)) as ahead, \
         Bar("train", total=steps, start=step) as bar:
       while step < steps:
@@ -389,84 +368,3 @@ def planned_steps(cfg, target, module, packer: Packer, folder: Path, began: floa
   else:
     print(f"{STAGE}: {second:.3f} s a step, {steps} steps in {left:.0f} s", flush=True)
   return steps
-
-
-def _step_of(line: str) -> float:
-  """The step of a line of metrics; infinite for a damaged one."""
-  try:
-    return json.loads(line)["step"] if line.endswith("\n") else math.inf
-  except (ValueError, TypeError, KeyError):
-    return math.inf
-
-
-class MetricLog:
-  """metrics.jsonl and TensorBoard; a resumed run drops what lies behind its checkpoint."""
-
-  def __init__(self, folder: Path, step: int):
-    self.path = folder / "metrics.jsonl"
-    lines = self.path.read_text().splitlines(True) if self.path.exists() else []
-    # A killed process may have left a part of a line.
-    kept = [line for line in lines if _step_of(line) <= step]
-    self.path.write_text("".join(kept))
-    self._file = open(self.path, "a", buffering=1)
-    self._board = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-    self._began = time.monotonic()
-
-  def step(self, step: int, sums: dict, setup: Setup, packer: Packer) -> str:
-    """Writes the metrics of a step (by now computed); returns the progress note.
-
-    Raises:
-      UserError: too many non-finite steps in a row.
-    """
-    values = jax.device_get(sums)
-    skipped = int(values["skipped"])
-    row = means(values) | {
-        "grad_norm": float(values["grad_norm"]),
-        "lr": float(setup.schedule(step - 1 - skipped)),  # the schedule waits for skipped steps
-        "epoch": packer.epoch_of(step), "skipped": skipped}
-    self._write(step, "train", row)
-    if values["bad"] >= setup.options.max_bad_steps:
-      raise UserError(
-          f"train: {int(values['bad'])} steps in a row were not finite at step {step} "
-          f"(train.max_bad_steps={setup.options.max_bad_steps}); lower train.lr={setup.options.lr}")
-    taus = "".join(f"  {kind} {row[name]:.2f}" for kind, name in (
-        ("tau~ T=1", "alpha_tau"), ("T=0", "greedy_match_tau")) if name in row)
-    return (f"loss {row['loss']:.3f}  alpha {row['alpha']:.3f}  "
-            f"match {row['greedy_match']:.3f}{taus}  lr {row['lr']:.1e}")
-
-  def validation(self, step: int, found: dict[str, Any]) -> None:
-    """Writes the means of `validate`."""
-    self._write(step, "validation", found)
-
-  def close(self) -> None:
-    """Flushes both files."""
-    self._file.close()
-    self._board.close()
-
-  def _write(self, step: int, split: str, row: dict) -> None:
-    seconds = round(time.monotonic() - self._began, 2)
-    self._file.write(json.dumps({"step": step, "split": split, "seconds": seconds, **row}) + "\n")
-    for name, value in row.items():
-      if not isinstance(value, list):
-        self._board.add_scalar(f"{split}/{name}", value, step)
-
-
-class _Profile:
-  """A jax.profiler trace of steps 5 to 7 of this process, or of as many as there are."""
-
-  def __init__(self, folder: Path | None):
-    self.folder, self.running = folder, False
-
-  def before(self, step: int) -> None:
-    """Starts or stops the trace in front of a step of this process, counted from 0."""
-    if self.folder is not None and step == 5:
-      jax.profiler.start_trace(str(self.folder / "profile"))
-      self.running = True
-    if step == 8:
-      self.close()
-
-  def close(self) -> None:
-    """Writes the trace."""
-    if self.running:
-      jax.profiler.stop_trace()
-      self.running = False

@@ -13,6 +13,7 @@ import safetensors.numpy
 from spec_jax.errors import UserError
 from tests import tiny
 from tests.train_drafter.training import documents, make_config, module_of, pack
+from train_drafter import metrics as metrics_lib
 from train_drafter import train
 from train_drafter.batches import Packer
 
@@ -239,8 +240,8 @@ def test_a_short_run_writes_its_trace_too(monkeypatch, tmp_path, steps, traced):
   open_now, seen = [], []
   profiler = types.SimpleNamespace(
       start_trace=open_now.append, stop_trace=lambda: open_now.pop())
-  monkeypatch.setattr(train.jax, "profiler", profiler)
-  profile = train._Profile(tmp_path)
+  monkeypatch.setattr(metrics_lib.jax, "profiler", profiler)
+  profile = metrics_lib.Profile(tmp_path)
   for step in range(steps):
     profile.before(step)
     seen += [step] * len(open_now)

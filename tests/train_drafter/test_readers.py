@@ -31,6 +31,7 @@ def answered(tmp_path_factory):
   cfg.drafter.block_size, cfg.drafter.num_taps, cfg.drafter.anchors = 4, 2, 4
   cfg.drafter.mask_id, cfg.drafter.markov_rank = 5, 8
   cfg.evaluate.lookup = "2-1"
+  cfg.evaluate.max_new_tokens = 8
   cfg.evaluate.speed_dtypes = ()
   for stage in (prompts, generate):
     stage.run(cfg, root / "run")
@@ -44,17 +45,33 @@ def started(answered, folder, kind, **changes):
     shutil.copytree(run / name, folder / name)
   return dataclasses.replace(
       cfg, drafter=dataclasses.replace(cfg.drafter, kind=kind),
+      evaluate=dataclasses.replace(cfg.evaluate),
       features=dataclasses.replace(cfg.features, **changes)), folder
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_stage(answered, tmp_path, kind, capsys):
   cfg, folder = started(answered, tmp_path, kind)
-  for stage in (extract, verify_store, train, evaluate, export, report):
+  for stage in (extract, verify_store, train):
+    stage.run(cfg, folder)
+  check_training(cfg, folder, kind)
+  if kind == "dspark":  # what follows differs in nothing but the module, and takes a minute
+    return
+  if kind == "dflash":
+    cfg.evaluate.temperatures, cfg.evaluate.same_shape, cfg.evaluate.lookup = (1.0,), False, ""
+  for stage in (evaluate, report) if kind == "dflash" else (evaluate, export, report):
     stage.run(cfg, folder)
   made = json.loads((folder / "evaluate" / "report.json").read_text())
-  assert made["drafter"] == kind and set(made["controls"]) == {"ngram", "lookup", "untrained"}
-  assert made["identity"][0]["verdict"] == "bitwise"
+  assert made["drafter"] == kind and "tau" in capsys.readouterr().out
+  if kind == "eagle3":
+    assert set(made["controls"]) == {"ngram", "lookup", "untrained"}
+    assert made["identity"][0]["verdict"] == "bitwise"
+    golden = json.loads((folder / "export" / "drafter" / "acceptance.json").read_text())
+    assert golden["identical"] == 2
+
+
+def check_training(cfg, folder, kind):
+  """Every tensor has moved, and the measures by place are there."""
   rows = [json.loads(x) for x in (folder / "train" / "metrics.jsonl").read_text().splitlines()]
   held = [row for row in rows if row["split"] == "validation"]
   places = {"eagle3": 2, "dflash": 3, "dspark": 4}[kind]
@@ -65,9 +82,6 @@ def test_every_stage(answered, tmp_path, kind, capsys):
       np.load(folder / "train" / "draft_ids.npy")).own_tensors()
   trained = safetensors.numpy.load_file(folder / "train" / "drafter" / "drafter.safetensors")
   assert all(np.any(trained[name] != np.asarray(value)) for name, value in untrained.items())
-  golden = json.loads((folder / "export" / "drafter" / "acceptance.json").read_text())
-  assert golden["identical"] == 2
-  assert "tau" in capsys.readouterr().out
 
 
 def test_online_features_are_those_of_the_store(answered, tmp_path):
