@@ -16,9 +16,23 @@ def get_config(arg: str = "") -> Config:
   Raises:
     UserError: an unknown argument.
   """
+  return longer("small_lm", arg)
+
+
+def longer(kind: str, arg: str) -> Config:
+  """What the longer runs of all drafters share, so that they learn from one set of answers.
+
+  Args:
+    kind: of the drafter; the config is named after it.
+    arg: "" or "smoke".
+
+  Raises:
+    UserError: an unknown argument.
+  """
   if arg not in ("", "smoke"):
-    raise UserError(f"configs/small_lm.py:{arg} is unknown (only smoke)")
+    raise UserError(f"configs/{kind}.py:{arg} is unknown (only smoke)")
   cfg = Config()
+  cfg.drafter.kind = kind
   cfg.prompts.count = 12000
   cfg.prompts.mix = (
       "structured=2", "code=1.5", "math=1", "qa=1", "summarization=1", "translation=1", "rag=1",

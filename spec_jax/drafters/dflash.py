@@ -281,10 +281,8 @@ class DFlash(LearnedDrafter):
     return jax.tree.map(write, state, self.context(features, positions))
 
   def after_round(
-      self, state, tokens, features, positions, valid, target: Decoder, skipped: bool = False,
-  ) -> Cache:
+      self, state, tokens, features, positions, valid, target: Decoder) -> Cache:
     """Absorbs a verified block: the states of rejected drafts are stale as those of `observe`."""
-    del skipped
     return self.observe(state, tokens, features, positions, valid, target)
 
   def propose(
