@@ -30,10 +30,13 @@ echo "making $(1) with $$("$$found" --version)"; \
 "$$found" -m venv --clear $(1)
 endef
 
-# Two processes, each with fewer compiled programs (tests/conftest.py says why that matters), at once:
-# a test keeps little more than one core busy.
-# Status 5 is "no test chosen", as when PYTEST_ARGS names tests of the other part.
+# Three processes, each with fewer compiled programs (tests/conftest.py says why that matters), two at
+# a time: a test keeps little more than one core busy. Most of the time goes into compiling small
+# programs, so XLA compiles without its optimizations, except for the exactness ladder, which counts
+# millions of tokens and states what holds for programs as users run them.
+# Status 5 is "no test chosen", as when PYTEST_ARGS names tests of another part.
 APART := tests/exactness tests/drafters
+UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 pytest_of = $(PY) -m pytest -m 'not interop' $(1) $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 .PHONY: help setup quickstart test lint bench interop clean
@@ -74,9 +77,12 @@ quickstart: setup
 
 test: setup $(VENV)/.test
 	@ladder=$$(mktemp); status=0; \
-	( $(call pytest_of,$(APART)) ) >$$ladder 2>&1 & other=$$!; \
+	( bad=0; $(call pytest_of,tests/exactness) || bad=$$?; \
+	  export XLA_FLAGS="$$XLA_FLAGS $(UNOPTIMIZED)"; \
+	  $(call pytest_of,tests/drafters) || bad=$$?; exit $$bad ) >$$ladder 2>&1 & other=$$!; \
 	trap 'kill $$other; exit 130' INT TERM; \
-	$(call pytest_of,$(APART:%=--ignore=%)) || status=$$?; \
+	( export XLA_FLAGS="$$XLA_FLAGS $(UNOPTIMIZED)"; \
+	  $(call pytest_of,$(APART:%=--ignore=%)) ) || status=$$?; \
 	echo '$(APART), which ran beside:'; \
 	wait $$other || status=$$?; cat $$ladder; rm -f $$ladder; exit $$status
 

@@ -20,6 +20,11 @@ from spec_jax import platform  # noqa: E402
 
 platform.configure()
 
+# The tests compile thousands of small programs, many of them twice: all but the smallest are kept.
+if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+  import jax  # noqa: E402
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+
 
 def pytest_collection_modifyitems(items):
   """Skips, with the reason, what needs the demo target or the reference arrays and lacks them."""

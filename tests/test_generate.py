@@ -501,13 +501,11 @@ def test_no_prompts_give_no_rows():
 def test_a_biased_id_never_appears(prompts, plain):
   """CASE 14: the id that greedy would choose and the drafter proposes."""
   banned = plain.tokens[0][1]
-  for value in (-100.0, float("-inf")):
-    for temperature in (0.0, 1.0):
-      for drafter in (None, tiny.self_drafter()):
-        out = decode(drafter, prompts, bias={banned: value}, temperature=temperature)
-        assert not any(banned in row for row in out.tokens)
-  assert decode(tiny.self_drafter(), prompts, bias={banned: -100.0}).tokens == decode(
-      None, prompts, bias={banned: -100.0}).tokens
+  for temperature, value in ((0.0, -100.0), (1.0, float("-inf"))):
+    texts = [decode(drafter, prompts, bias={banned: value}, temperature=temperature).tokens
+             for drafter in (None, tiny.self_drafter())]
+    assert not any(banned in row for text in texts for row in text)
+    assert temperature or texts[0] == texts[1]
 
 
 def test_arguments_that_mean_nothing_pass_and_unknown_ones_do_not(prompts, plain):

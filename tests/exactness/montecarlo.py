@@ -102,21 +102,22 @@ def cut_top_p(p, mass):
 
 
 def counts(
-    number, draft_len, budget, layers: int = 1, **settings) -> list[dict[tuple[int, ...], int]]:
+    number, draft_len, budget, layers: int = 1, prompts=PROMPTS,
+    **settings) -> list[dict[tuple[int, ...], int]]:
   """How often each text came out of the compiled loop, by prompt, `number` decodes or more each.
 
   The prompts have different lengths and share every batch in turn.
   """
-  run = Run(target(layers), settings.pop("drafter", drafter()), PROMPTS, draft_len=draft_len,
+  run = Run(target(layers), settings.pop("drafter", drafter()), prompts, draft_len=draft_len,
             max_new_tokens=budget, **settings)
-  tallies: list[dict[tuple[int, ...], int]] = [{} for _ in PROMPTS]
-  longest = max(map(len, PROMPTS))
-  kinds = np.arange(ROWS) % len(PROMPTS)
-  padded = np.zeros((len(PROMPTS), longest), np.int32)
-  for row, prompt in zip(padded, PROMPTS, strict=True):
+  tallies: list[dict[tuple[int, ...], int]] = [{} for _ in prompts]
+  longest = max(map(len, prompts))
+  kinds = np.arange(ROWS) % len(prompts)
+  padded = np.zeros((len(prompts), longest), np.int32)
+  for row, prompt in zip(padded, prompts, strict=True):
     row[:len(prompt)] = prompt
-  lengths = np.asarray([len(p) for p in PROMPTS], np.int32)[kinds]
-  for turn in range(-(-number * len(PROMPTS) // ROWS)):
+  lengths = np.asarray([len(p) for p in prompts], np.int32)[kinds]
+  for turn in range(-(-number * len(prompts) // ROWS)):
     state = decode.init_state(
         run.program, run.params, ROWS, longest + budget + draft_len + 1, budget)
     state = decode.insert(

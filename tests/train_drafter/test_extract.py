@@ -125,9 +125,9 @@ def whole_pass(params, tokens, graph, taps):
 
 
 def near(stored, live):
-  """Equal up to the rounding to bfloat16."""
+  """Equal up to one unit of bfloat16: two programs may round to either neighbour."""
   np.testing.assert_allclose(
-      np.asarray(stored, np.float32), live, rtol=2.0**-8, atol=1e-4 * np.abs(live).max())
+      np.asarray(stored, np.float32), live, rtol=2.0**-7, atol=1e-4 * np.abs(live).max())
 
 
 def arrays_of(folder):

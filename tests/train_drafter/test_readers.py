@@ -59,6 +59,8 @@ def test_every_stage(answered, tmp_path, kind, capsys):
     return
   if kind == "dflash":
     cfg.evaluate.temperatures, cfg.evaluate.same_shape, cfg.evaluate.lookup = (1.0,), False, ""
+  else:
+    cfg.evaluate.temperatures = (0.0,)
   for stage in (evaluate, report) if kind == "dflash" else (evaluate, export, report):
     stage.run(cfg, folder)
   made = json.loads((folder / "evaluate" / "report.json").read_text())
