@@ -101,12 +101,16 @@ class TrainStates:
       target's distribution of the token that the states predict.
     weight: [N, J] of the state in the loss; 0 for a state that predicts nothing.
     depth: [N, J] place in the draft, 0 for the first drafted token.
+    block: [N, J] which draft the state belongs to, below `blocks`.
+    blocks: how many drafts there may be.
   """
 
   hidden: Float[Array, "N J E"]
   source: Int[Array, " N"]
   weight: Float[Array, "N J"]
   depth: Int[Array, "N J"]
+  block: Int[Array, "N J"]
+  blocks: int = dataclasses.field(metadata=dict(static=True))
 
 
 @pytree

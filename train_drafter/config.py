@@ -92,12 +92,14 @@ class TrainConfig:
   """How it is trained."""
 
   loss: str = "fkl"  # ce, fkl, rkl, jsd, tv, lk_alpha, lk_hybrid, ce_tv
-  position_weight: str = "exp"  # of later places of a draft: exp (as the drafter has it) or uniform
+  # Of the later places of a draft: exp (as the drafter has it), uniform, or dpace (2605.18810).
+  position_weight: str = "exp"
   steps: int = 0  # 0: as many as fit into budget_s, measured at the start
   # Seconds of one run, which stops at 1.15 times this (but not before 20 steps); 0 for no limit.
   budget_s: float = 480.0
   batch_rows: int = 4
   seq_len: int = 512
+  optimizer: str = "adamw"  # or muon: its step for matrices of the layers, AdamW for the rest
   lr: float = 4e-3
   warmup: float = 0.03  # share of the steps
   final_lr: float = 0.05  # of lr, at the end of the cosine
@@ -165,6 +167,7 @@ def finalize(cfg: Config) -> None:
 
 
 DTYPES = ("float32", "bfloat16")
+OPTIMIZERS = ("adamw", "muon")
 KINDS = ("small_lm", "eagle3", "dflash", "dspark")
 LOSSES = ("ce", "fkl", "rkl", "jsd", "tv", "lk_alpha", "lk_hybrid", "ce_tv")
 _AT_LEAST = {  # field -> smallest value allowed
@@ -186,7 +189,9 @@ _ONE_OF = {
     "target.dtype": DTYPES, "train.dtype": DTYPES, "evaluate.dtype": DTYPES,
     "evaluate.identity_dtype": DTYPES,
     "evaluate.drafter_dtype": DTYPES, "drafter.kind": KINDS, "train.loss": LOSSES,
-    "train.position_weight": ("exp", "uniform"), "features.mode": ("store", "online", "topk"),
+    "train.optimizer": OPTIMIZERS,
+    "train.position_weight": ("exp", "uniform", "dpace"),
+    "features.mode": ("store", "online", "topk"),
     "drafter.init": ("target", "random")}
 _SHARES = {  # field -> zero allowed
     "prompts.max_dropped_share": True, "prompts.self_written_top_p": False,
@@ -236,6 +241,9 @@ def validate(cfg: Config) -> None:
                     "drafts")
   if cfg.train.beta2 == 1:
     raise UserError("train.beta2=1.0 must be below 1: Adam divides by 1 - beta2**step")
+  if cfg.train.position_weight == "dpace" and cfg.drafter.kind == "small_lm":
+    raise UserError("train.position_weight='dpace' weighs the places of a draft, which training "
+                    "tells apart for eagle3, dflash and dspark, not for small_lm")
   if not cfg.train.teacher_temperature > 0:
     raise UserError(f"train.teacher_temperature={cfg.train.teacher_temperature} must be > 0")
   if not cfg.train.steps and not cfg.train.budget_s:

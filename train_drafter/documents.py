@@ -4,6 +4,8 @@ Called by train.py; evaluate.py reads the draft vocabulary of a run here.
 """
 
 import dataclasses
+import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,21 @@ from train_drafter.progress import Bar
 from train_drafter.store import StoredDocument
 
 _SCORE_ROWS = 1024  # teacher states scored at once
-_STATISTICS = "teacher.npz"
 
 
 def prepare(
     answers: Sequence[Answer | StoredDocument], target: Target, cfg: Config, folder: Path,
+    upstream: Path | None = None,
 ) -> tuple[list[Document], list[Document], dict[str, Any]]:
   """Documents with teacher statistics; chooses the draft vocabulary.
+
+  Args:
+    answers: of the stage before.
+    target: whose head scores its states.
+    cfg: of the run.
+    folder: of the stage; gets the draft vocabulary.
+    upstream: folder of the answers, which keeps the statistics for every run that learns from them
+      (scoring takes as long as many steps); `folder` unless given.
 
   Returns:
     The documents to train on, the train.validation or a few more that are held out, and counts.
@@ -42,8 +52,12 @@ def prepare(
     raise UserError("train: the generate stage left no answers")
   whole = [(a.prompt, _document(a)) for a in answers]
   documents, of_prompt, dropped = [], {}, 0
-  scored = _kept_statistics(folder, [d.supervised for _, d in whole]) or list(
-      teacher_statistics([d for _, d in whole], target, cfg))
+  path = (upstream or folder) / (
+      f"teacher-{cfg.train.dtype}-T{cfg.train.teacher_temperature:g}.npz")
+  scored = _kept_statistics(path, [d for _, d in whole])
+  if not scored:
+    scored = list(teacher_statistics([d for _, d in whole], target, cfg))
+    _keep_statistics(path, [d for _, d in whole], scored)
   for (prompt, d), (lse, best) in zip(whole, scored, strict=True):
     d = dataclasses.replace(d, logsumexp=lse, best=best).cut(cfg.train.seq_len)
     if d.supervised > 0:
@@ -70,7 +84,6 @@ def prepare(
                     "answers to train")
   if ids is not None and not (folder / "draft_ids.npy").exists():
     np.save(folder / "draft_ids.npy", ids)
-  _keep_statistics(folder, scored)
   return kept, held, {
       "documents": len(documents), "held_out": len(held), "dropped": dropped,
       "draft_vocab_coverage": coverage,
@@ -99,28 +112,35 @@ def _document(source: Answer | StoredDocument) -> Document:
 
 
 def _kept_statistics(
-    folder: Path, counts: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-  """What an earlier process of this run left of `teacher_statistics`; empty for nothing."""
-  path = folder / _STATISTICS
+    path: Path, documents: Sequence[Document]) -> list[tuple[np.ndarray, np.ndarray]]:
+  """What an earlier process left of `teacher_statistics` for these documents; empty for nothing."""
   if not path.exists():
     return []
   with open(path, "rb") as file, np.load(file) as kept:
-    lse, best = kept["logsumexp"], kept["best"]
-  if len(lse) != sum(counts):
-    raise UserError(f"{path}: holds {len(lse)} positions and the answers have {sum(counts)}; "
-                    f"remove {folder} and run its stage again")
-  edges = np.cumsum(counts)[:-1]
+    lse, best, of = kept["logsumexp"], kept["best"], str(kept["documents"])
+  if of != _fingerprint(documents):
+    return []
+  edges = np.cumsum([d.supervised for d in documents])[:-1]
   return list(zip(np.split(lse, edges), np.split(best, edges), strict=True))
 
 
-def _keep_statistics(folder: Path, found: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-  """Keeps them for a run that is resumed: scoring takes as long as many steps."""
-  if not (folder / _STATISTICS).exists():
-    lse, best = (np.concatenate(x) for x in zip(*found, strict=True))
-    part = folder / f".{_STATISTICS}.part"
-    with open(part, "wb") as file:
-      np.savez(file, logsumexp=lse, best=best)
-    part.replace(folder / _STATISTICS)
+def _keep_statistics(path: Path, documents: Sequence[Document],
+                     found: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+  """Writes them whole or not at all, also beside another process that does the same."""
+  lse, best = (np.concatenate(x) for x in zip(*found, strict=True))
+  part = path.with_name(f".{path.name}.{os.getpid()}.part")
+  with open(part, "wb") as file:
+    np.savez(file, logsumexp=lse, best=best, documents=_fingerprint(documents))
+  part.replace(path)
+
+
+def _fingerprint(documents: Sequence[Document]) -> str:
+  """A hash of the tokens and of what is supervised."""
+  digest = hashlib.sha256()
+  for d in documents:
+    digest.update(np.asarray([len(d.tokens), d.first], np.int64).tobytes())
+    digest.update(np.asarray(d.tokens, np.int32).tobytes())
+  return digest.hexdigest()
 
 
 def teacher_statistics(

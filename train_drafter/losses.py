@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import sampling
 from spec_jax.types import pytree
@@ -84,6 +84,11 @@ def ce(student: Float[Array, "*n V"], teacher: Teacher) -> Float[Array, "*n"]:
   return _cross_entropy(student, sampling.argmax(jax.lax.stop_gradient(teacher.logits)))
 
 
+def likelihood(student: Float[Array, "*n V"], label: Int[Array, "*n"]) -> Float[Array, "*n"]:
+  """q(label); 0 where the label is outside the draft vocabulary."""
+  return jnp.where(label < student.shape[-1], jnp.exp(-_cross_entropy(student, label)), 0.0)
+
+
 def _cross_entropy(student, label):
   """-log q(label); 0 where the label is outside the draft vocabulary."""
   logs, _ = _log_softmax(student)
@@ -148,6 +153,30 @@ def _alpha(student, teacher):
 LOSSES: dict[str, Callable[[Array, Teacher], Array]] = {
     "ce": ce, "fkl": lambda student, teacher: fkl(student, teacher.logits), "rkl": rkl, "jsd": jsd,
     "tv": tv, "lk_alpha": lk_alpha, "lk_hybrid": lk_hybrid, "ce_tv": ce_tv}
+
+
+def dpace(
+    likelihood: Float[Array, "N J"], there: Bool[Array, "N J"], block: Int[Array, "N J"],
+    depth: Int[Array, "N J"], blocks: int, depths: int) -> Float[Array, "N J"]:
+  """Weights of the places of a draft by what they can gain (D-PACE, 2605.18810):
+  w_j = sum over m >= j of the product over i <= m of q_i / 2 + 1 / 2, without a gradient.
+
+  Args:
+    likelihood: q_i, the student's probability of the data token.
+    there: which states predict something; the others count as certain (a draft may begin in the
+      prompt) and add nothing themselves.
+    block: the block of a state, below `blocks`.
+    depth: its place there, below `depths`.
+
+  Returns:
+    The weights, 0 for a state that is not there.
+  """
+  loss = jnp.where(there, 0.5 - 0.5 * jax.lax.stop_gradient(likelihood), 0.0)
+  soft = 1.0 - jnp.zeros((blocks, depths)).at[block, depth].add(loss)
+  known = jnp.zeros((blocks, depths), bool).at[block, depth].max(there)
+  reach = jnp.where(known, jnp.cumprod(soft, -1), 0.0)
+  ahead = jnp.cumsum(reach[:, ::-1], -1)[:, ::-1]
+  return jnp.where(there, ahead[block, depth], 0.0)
 
 
 def overlap(

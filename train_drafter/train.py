@@ -112,7 +112,8 @@ def run(cfg: Config, workdir: Path) -> Path:
     answers = open_features(cfg, workdir, target.config.num_layers).documents
   else:
     answers = load_answers(workdir / "generate")
-  kept, held, counts = prepare(answers, target, cfg, folder)
+  kept, held, counts = prepare(
+      answers, target, cfg, folder, workdir / ("extract" if stored else "generate"))
   print(f"{STAGE}: {counts['documents']} answers, {counts['supervised']} supervised tokens "
         f"({counts['dropped']} answers with nothing to learn dropped), draft vocabulary covers "
         f"{counts['draft_vocab_coverage']:.2%}", flush=True)
@@ -152,13 +153,32 @@ def make_setup(cfg: Config, target: Target, module: Any, steps: int) -> tuple[Se
   warmup = min(max(1, round(options.warmup * steps)), steps - 1)  # the cosine needs a step
   schedule = optax.warmup_cosine_decay_schedule(
       0.0, options.lr, warmup, steps, options.final_lr * options.lr)
-  decayed = jax.tree.map(lambda x: x.ndim > 1, params)
   optimizer = optax.chain(
       optax.clip_by_global_norm(options.clip) if options.clip else optax.identity(),
-      optax.adamw(schedule, b2=options.beta2, weight_decay=options.weight_decay, mask=decayed))
+      make_optimizer(options, schedule, params))
   zero = jnp.zeros((), jnp.int32)
   state = TrainState(params, optimizer.init(params), zero, zero + 0, zero + 0)
   return Setup(graph, frozen, target.graph, optimizer, options, schedule), state
+
+
+_LONGEST = 16  # times as long as wide: beyond that a matrix is a table with a row for each id
+_MUON_RMS = 0.2  # of a step over its rate: about that of Adam, so that one rate suits both
+
+
+def make_optimizer(
+    options: TrainConfig, schedule: optax.Schedule, params: Any) -> optax.GradientTransformation:
+  """AdamW, or Muon for the matrices between hidden states and AdamW for everything else."""
+  decayed = jax.tree.map(lambda x: x.ndim > 1, params)
+  if options.optimizer == "adamw":
+    return optax.adamw(
+        schedule, b2=options.beta2, weight_decay=options.weight_decay, mask=decayed)
+  numbers = jax.tree.map(
+      lambda x: optax.contrib.MuonDimensionNumbers()
+      if x.ndim == 2 and max(x.shape) <= _LONGEST * min(x.shape) else None, params)
+  return optax.contrib.muon(
+      schedule, weight_decay=options.weight_decay, weight_decay_mask=decayed,
+      adam_b2=options.beta2, adam_weight_decay=options.weight_decay,
+      muon_weight_dimension_numbers=numbers, consistent_rms=_MUON_RMS)
 
 
 def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict):
@@ -177,6 +197,10 @@ def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch
   rows_of = {name: batch[name] for name in ("hidden", "logsumexp", "best")} | {
       "label": following if ids is None else module.draft_place[...][following]}
 
+  def student_logits(part, trained, j):
+    student = module.masked(module.train_logits(part[:, j], target, trained), target)
+    return student / options.teacher_temperature  # as a drafter decodes at its target's
+
   def token_sums(part, trained, rest):
     teacher = {name: value[rest["source"]] for name, value in rows_of.items()}
     rows = module.masked(linear(teacher["hidden"], head), target) / options.teacher_temperature
@@ -184,15 +208,12 @@ def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch
     kept = losses.kept_mass(rows, known.logsumexp)
     total: dict[str, Array] = {}
     for j in range(part.shape[1]):
-      student = module.masked(module.train_logits(part[:, j], target, trained), target)
-      student = student / options.teacher_temperature  # as a drafter decodes at its target's
+      student = student_logits(part, trained, j)
       best = sampling.argmax(jax.lax.stop_gradient(student))
       match = (best if ids is None else ids[best]) == teacher["best"]
       alpha = losses.overlap(jax.lax.stop_gradient(student), rows, known.logsumexp)
       weight, depth = rest["weight"][:, j], rest["depth"][:, j]
       used = (weight > 0).astype(jnp.float32)
-      if options.position_weight == "uniform":
-        weight = used
       each = losses.LOSSES[options.loss](student, known)
       if "confidence" in trained:  # 2607.05147: learns 1 - TV, for the report alone
         each += optax.sigmoid_binary_cross_entropy(
@@ -206,9 +227,22 @@ def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch
 
   short = -states.source.shape[0] % options.chunk
   pad = lambda x: jnp.pad(x, ((0, short), *[(0, 0)] * (x.ndim - 1)))
-  rest = {name: pad(getattr(states, name)) for name in ("source", "weight", "depth")}
-  return losses.chunked_sums(
-      token_sums, pad(states.hidden), module.head_parameters(), rest, options.chunk)
+  hidden, trained = pad(states.hidden), module.head_parameters()
+  rest = {name: pad(getattr(states, name)) for name in ("source", "weight", "depth", "block")}
+  there = rest["weight"] > 0
+  if options.position_weight == "uniform":
+    rest["weight"] = there.astype(jnp.float32)
+  elif options.position_weight == "dpace":  # a pass of its own: a weight needs its whole block
+    known = lambda inputs: jnp.stack([
+        losses.likelihood(student_logits(inputs[0], trained, j), rows_of["label"][inputs[1]])
+        for j in range(hidden.shape[1])], -1)
+    likely = jax.lax.map(known, jax.tree.map(
+        lambda x: x.reshape(-1, options.chunk, *x.shape[1:]),
+        jax.lax.stop_gradient((hidden, rest["source"]))))
+    rest["weight"] = losses.dpace(
+        likely.reshape(there.shape), there, rest["block"], rest["depth"], states.blocks,
+        module.depths)
+  return losses.chunked_sums(token_sums, hidden, trained, rest, options.chunk)
 
 
 @functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("state",))

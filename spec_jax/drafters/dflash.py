@@ -364,9 +364,10 @@ class DFlash(LearnedDrafter):
     there = jnp.cumprod((live[..., None] & (teacher >= 0)).astype(jnp.int32), -1) > 0
     depth = jnp.broadcast_to(jnp.arange(self.depths), at.shape)
     weight = jnp.where(there, jnp.exp(-depth / self.gamma), 0.0)
+    block = jnp.broadcast_to(jnp.arange(live.size).reshape(*live.shape, 1), at.shape)
     return TrainStates(
         hidden.reshape(-1, 1, hidden.shape[-1]), jnp.where(there, teacher, 0).reshape(-1),
-        weight.reshape(-1, 1), depth.reshape(-1, 1))
+        *(x.reshape(-1, 1) for x in (weight, depth, block)), live.size)
 
 
 def _take(x: Array, at: Array) -> Array:

@@ -292,7 +292,9 @@ class Eagle3(LearnedDrafter):
       weights.append(jnp.where(there, DECAY**j, 0.0))
     count = place.shape[0]
     depth = jnp.broadcast_to(jnp.arange(self.steps), (count, self.steps))
-    return TrainStates(jnp.stack(hidden, 1), jnp.arange(count), jnp.stack(weights, 1), depth)
+    return TrainStates(
+        jnp.stack(hidden, 1), jnp.arange(count), jnp.stack(weights, 1), depth,
+        jnp.maximum(place[:, None] - depth, 0), segments.size)
 
 
 def _rows(table: Float[Array, "B S D"], at: Int[Array, "B T"]) -> Float[Array, "B T D"]:

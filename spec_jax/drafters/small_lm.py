@@ -128,7 +128,8 @@ class SmallLM(LearnedDrafter):
     count = batch["place"].shape[0]
     return TrainStates(
         hidden.reshape(-1, 1, hidden.shape[-1])[batch["place"]], jnp.arange(count),
-        batch["weight"][:, None], jnp.zeros((count, 1), jnp.int32))
+        batch["weight"][:, None], jnp.zeros((count, 1), jnp.int32), jnp.arange(count)[:, None],
+        count)
 
   def _embed(self, tokens, target):
     return (self.embed[...] if hasattr(self, "embed") else target.embed[...])[tokens]

@@ -702,7 +702,8 @@ def test_verify_accepts_a_bfloat16_store_and_tells_layers_apart(tmp_path, monkey
            '{"name": "Ada", "born": 1815, "field": "mathematics"}', "One, two, three, four, five.")
   answers = []
   for i, text in enumerate(texts):
-    ids = np.asarray(tokenizer.encode(text), np.int32)
+    ids = np.asarray(tokenizer.encode(text)[:7], np.int32)  # one length, one program
+    assert len(ids) == 7
     hidden = np.zeros((len(ids) - 3, 1), ml_dtypes.bfloat16)
     answers.append(Answer(i, i, ids, 3, hidden, 0.0))
   write_generate(cfg, tmp_path, answers)

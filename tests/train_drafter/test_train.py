@@ -391,8 +391,29 @@ def test_answers_become_documents(tmp_path):
         d.logsumexp, np.log(np.exp(logits / 0.5).sum(-1)), rtol=1e-5)  # of the warm teacher
     np.testing.assert_array_equal(d.best, logits.argmax(-1))
   assert (len(kept), len(held), counts["held_out"]) == (2, 1, 1)
-  again, held, _ = documents_lib.prepare(answers, target, cfg, tmp_path)
-  assert [d.tokens.tolist() for d in again + held] == [d.tokens.tolist() for d in docs]
+
+
+def test_the_statistics_are_kept_beside_the_answers(tmp_path, monkeypatch):
+  """For every run that learns from the same answers with the same teacher, and for no other."""
+  target, rng = tiny.target(), np.random.default_rng(0)
+  answers = [answer(i, range(3, 8), [20 + i, 21, 22, EOS], target, rng) for i in range(4)]
+  (tmp_path / "one").mkdir()
+  (tmp_path / "two").mkdir()
+  scored = []
+  score = documents_lib.teacher_statistics
+  monkeypatch.setattr(documents_lib, "teacher_statistics",
+                      lambda *args: scored.append(1) or score(*args))
+
+  def prepare(folder, answers, **changes):
+    cfg = make_config(validation=1, **changes)
+    kept, held, _ = documents_lib.prepare(answers, target, cfg, tmp_path / folder, tmp_path)
+    return [(d.tokens.tolist(), d.logsumexp.tolist(), d.best.tolist()) for d in kept + held]
+
+  first = prepare("one", answers)
+  assert prepare("two", answers, lr=0.5) == first and len(scored) == 1
+  assert prepare("two", answers, teacher_temperature=0.5) != first and len(scored) == 2
+  prepare("two", answers[1:] + [answer(4, range(3, 8), [30, 21, 22, EOS], target, rng)])
+  assert len(scored) == 3
 
 
 def test_all_answers_to_a_prompt_lie_on_one_side(tmp_path):
