@@ -139,8 +139,8 @@ def test_muon_moves_matrices_alone(target):
       # Adam's first step has the size of the rate everywhere, an orthogonalised one has not.
       uneven = lambda x: np.abs(x).std() / np.abs(x).mean()
       assert uneven(moves["adamw"][name]) < 0.1 and uneven(move) > 0.3, name
-      assert rms(move) == pytest.approx(
-          0.2 * rms(moves["adamw"][name]), rel=0.4), name  # less where the gradient lacks rank
+      # A fifth of the rate, and less where so few tokens give a gradient of low rank.
+      assert 0 < rms(move) / rms(moves["adamw"][name]) < 0.24, name
 
 
 def test_a_table_is_no_matrix_for_muon():
