@@ -149,5 +149,6 @@ def test_a_table_is_no_matrix_for_muon():
   optimizer = train.make_optimizer(cfg.train, lambda step: 1.0, params)
   grads = jax.tree.map(lambda x: np.random.default_rng(0).normal(size=x.shape), params)
   updates, _ = optimizer.update(grads, optimizer.init(params), params)
-  np.testing.assert_allclose(np.abs(updates["table"]), 1.0, rtol=1e-3)  # Adam's first step
-  assert np.abs(updates["matrix"]).max() < 0.9
+  table = np.abs(updates["table"])  # the first step of Adam: all entries are one size
+  np.testing.assert_allclose(table, table[0, 0], rtol=1e-3)
+  assert np.abs(updates["matrix"]).std() > 0.3 * np.abs(updates["matrix"]).mean()
