@@ -50,6 +50,19 @@ class Document:
       return self.hidden
     return self.stored.last_hidden(self.first, len(self.tokens) - 1)
 
+  def teacher(self) -> dict[str, np.ndarray]:
+    """What the loss is made from, [n - 1 - first, ...]: the states, or ids and log-probabilities of
+    the most probable tokens where the store keeps those."""
+    if not self.sparse:
+      return {"hidden": self.teacher_states()}
+    found = self.stored.topk(self.first, len(self.tokens) - 1)
+    return {"topk_ids": found.ids, "topk_logprobs": found.logprobs}
+
+  @property
+  def sparse(self) -> bool:
+    """Whether the store keeps the head of the teacher's distributions in place of its states."""
+    return self.hidden is None and self.stored.sparse
+
   def features(self) -> np.ndarray:
     """[n, F] bfloat16 outputs of the tapped layers."""
     return self.stored.features(0, len(self.tokens))
@@ -145,19 +158,19 @@ class Packer:
 
   def _arrays(self, rows: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
     R, T, M = self.rows, self.seq_len, self.places
-    states = {i: self.documents[i].teacher_states() for row in rows for i in row}
-    D = next(iter(states.values())).shape[1]
+    teacher = {i: self.documents[i].teacher() for row in rows for i in row}
     out = {
         "tokens": np.full((R, T), self.pad_id, np.int32),
         "positions": np.zeros((R, T), np.int32),
         "segments": np.full((R, T), -1, np.int32),
         "place": np.zeros(M, np.int32),
         "weight": np.zeros(M, np.float32),
-        "hidden": np.zeros((M, D), ml_dtypes.bfloat16),
         "logsumexp": np.zeros(M, np.float32),
         "best": np.zeros(M, np.int32),
         "teacher": np.full((R, T), -1, np.int32),
     }
+    out |= {name: np.zeros((M, value.shape[1]), value.dtype)
+            for name, value in next(iter(teacher.values())).items()}
     if self.features:
       out["features"] = np.zeros((R, T, self.features), ml_dtypes.bfloat16)
     m = 0
@@ -176,7 +189,8 @@ class Packer:
             m, m + d.supervised)
         if self.features:
           out["features"][r, at:at + n] = d.features()
-        out["hidden"][new] = states[i]
+        for name, value in teacher[i].items():
+          out[name][new] = value
         out["logsumexp"][new] = d.logsumexp
         out["best"][new] = d.best
         at, m = at + n, m + d.supervised

@@ -246,6 +246,9 @@ def validate(cfg: Config) -> None:
                     "tells apart for eagle3, dflash and dspark, not for small_lm")
   if not cfg.train.teacher_temperature > 0:
     raise UserError(f"train.teacher_temperature={cfg.train.teacher_temperature} must be > 0")
+  if cfg.features.mode == "topk" and cfg.train.teacher_temperature != 1:
+    raise UserError(f"train.teacher_temperature={cfg.train.teacher_temperature} must be 1.0 with "
+                    "features.mode='topk': the store keeps probabilities at temperature 1")
   if not cfg.train.steps and not cfg.train.budget_s:
     raise UserError("train.steps=0 needs train.budget_s > 0: steps are measured to fit into it")
   template_args(cfg)

@@ -54,7 +54,10 @@ def prepare(
   documents, of_prompt, dropped = [], {}, 0
   path = (upstream or folder) / (
       f"teacher-{cfg.train.dtype}-T{cfg.train.teacher_temperature:g}.npz")
-  scored = _kept_statistics(path, [d for _, d in whole])
+  if whole[0][1].sparse:
+    scored = [_sparse_statistics(d) for _, d in whole]
+  else:
+    scored = _kept_statistics(path, [d for _, d in whole])
   if not scored:
     scored = list(teacher_statistics([d for _, d in whole], target, cfg))
     _keep_statistics(path, [d for _, d in whole], scored)
@@ -109,6 +112,12 @@ def _document(source: Answer | StoredDocument) -> Document:
     return Document(source.tokens, source.prompt_len - 1, source.hidden, nothing, nothing)
   # An answer's first token is predicted by the prompt's last one.
   return Document(source.tokens, source.first_answer - 1, None, nothing, nothing, source)
+
+
+def _sparse_statistics(document: Document) -> tuple[np.ndarray, np.ndarray]:
+  """The same of a document whose log-probabilities are stored: they are normalised already."""
+  ids = document.teacher()["topk_ids"]
+  return np.zeros(len(ids), np.float32), ids[:, 0].astype(np.int32)
 
 
 def _kept_statistics(

@@ -65,6 +65,41 @@ class Teacher:
     return jnp.exp(self.logits - self.logsumexp[..., None])
 
 
+def completed(
+    student: Float[Array, "*n V"], logprobs: Float[Array, "*n k"], place: Int[Array, "*n k"],
+) -> tuple[Float[Array, "*n V"], Float[Array, "*n"]]:
+  """log p of a teacher of which the k most probable ids are known, and a lower bound of alpha.
+
+  The mass that is left, p_tail, is laid out as the student's own: then `fkl` is the divergence over
+  k + 1 outcomes (the ids and "another one"), which is at most that of the whole vocabulary, and
+  alpha is sum over the k of min(p, q) + min(p_tail, q_tail), its certified upper bound. Without
+  min(p_tail, q_tail) it is the lower bound (METHODS section 3). Renormalising the k would instead
+  teach that nothing else is ever right.
+
+  Args:
+    student: logits over the draft vocabulary; gets no gradient from here.
+    logprobs: of the teacher's k most probable ids.
+    place: of these ids in the draft vocabulary, V or more where they are not in it.
+  """
+  logs, real = _log_softmax(jax.lax.stop_gradient(student))
+  q = jnp.where(real, jnp.exp(logs), 0.0)
+  inside = place < student.shape[-1]
+  p_top = jnp.exp(logprobs)
+  q_top = jnp.where(inside, jnp.take_along_axis(q, jnp.where(inside, place, 0), -1), 0.0)
+  lower = jnp.sum(jnp.where(inside, jnp.minimum(p_top, q_top), 0.0), -1)
+  p_tail = 1.0 - jnp.sum(p_top, -1, keepdims=True)
+  q_tail = 1.0 - jnp.sum(q_top, -1, keepdims=True)
+  known = (p_tail > _LEAST_TAIL) & (q_tail > _LEAST_TAIL)
+  shift = jnp.log(jnp.where(known, p_tail, 1.0)) - jnp.log(jnp.where(known, q_tail, 1.0))
+  rows = jnp.where(known & real, logs + shift, -jnp.inf)
+  one = lambda row, at, value: row.at[at].set(value, mode="drop")
+  for _ in range(rows.ndim - 1):
+    one = jax.vmap(one)
+  return one(rows, place, logprobs), lower
+
+
+_LEAST_TAIL = 1e-6  # mass below which rounding decides what is left
+
 # log p is taken as at least this where a loss divides by p: an id that the teacher excludes costs
 # the student much and not infinitely much.
 _LEAST_LOG = -60.0

@@ -20,10 +20,14 @@ from train_drafter.batches import Packer
 def means(sums: dict[str, np.ndarray]) -> dict[str, Any]:
   """Means of the sums of `batch_sums`: loss; alpha, greedy_match and kept_mass of the first drafted
   token; and of a drafter with several draft places also the list over all, and the tau that these
-  would give if places were independent (an estimate over uniform anchors)."""
+  would give if places were independent (an estimate over uniform anchors). With
+  features.mode=topk, alpha is the certified upper bound and alpha_lower the lower one."""
   count = np.maximum(sums["count"], 1)
   out: dict[str, Any] = {"loss": float(sums["loss"] / max(sums["weight"], 1e-9))}
-  for name in ("alpha", "greedy_match", "kept_mass"):
+  first = ("alpha", "greedy_match", "kept_mass")
+  if "alpha_lower" in sums:
+    first = (*first, "alpha_lower")
+  for name in first:
     out[name] = float(sums[name][0] / count[0])
   if len(count) > 1:
     for name in ("alpha", "greedy_match"):

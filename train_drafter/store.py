@@ -119,6 +119,11 @@ class StoredDocument:
     """[n] uint8, 1 where the token is part of the answer."""
     return (np.arange(len(self.tokens)) >= self.first_answer).astype(np.uint8)
 
+  @property
+  def sparse(self) -> bool:
+    """Whether the head of each distribution is kept in place of the last state."""
+    return "topk_ids" in self.part.names
+
   def features(self, start: int = 0, stop: int | None = None) -> np.ndarray:
     """[stop - start, F] outputs of the tapped layers; F = 0 in a store without taps."""
     if "features" not in self.part.names:

@@ -92,9 +92,6 @@ def run(cfg: Config, workdir: Path) -> Path:
     UserError: the generate stage has not run, nothing is supervised, too many non-finite steps, or
       the folder belongs to another config.
   """
-  if cfg.features.mode == "topk" and cfg.drafter.kind != "small_lm":
-    raise UserError("features.mode=topk: a drafter trains on whole distributions so far; use "
-                    "store or online")
   workdir = Path(workdir)
   folder = workdir / STAGE
   source = {name: manifest.require(workdir / name, name, cfg) for name in sources(cfg)}
@@ -107,7 +104,7 @@ def run(cfg: Config, workdir: Path) -> Path:
     print(f"{STAGE}: {opened.counts['steps']} steps, reused")
     return folder
   began = time.monotonic()
-  stored = "extract" in source and cfg.features.mode == "store"
+  stored = "extract" in source and cfg.features.mode != "online"
   if stored:
     answers = open_features(cfg, workdir, target.config.num_layers).documents
   else:
@@ -194,8 +191,11 @@ def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch
   ids = module.draft_ids[...] if hasattr(module, "draft_ids") else None
   head = module.head_weight(target)  # frozen: also the teacher's
   following = jnp.roll(batch["tokens"].reshape(-1), -1)[batch["place"]]  # the data token
-  rows_of = {name: batch[name] for name in ("hidden", "logsumexp", "best")} | {
-      "label": following if ids is None else module.draft_place[...][following]}
+  place_of = lambda tokens: tokens if ids is None else module.draft_place[...][tokens]
+  rows_of = {name: batch[name] for name in ("hidden", "logsumexp", "best")
+             if name in batch} | {"label": place_of(following)}
+  if "topk_ids" in batch:
+    rows_of |= {"logprobs": batch["topk_logprobs"], "place": place_of(batch["topk_ids"])}
 
   def student_logits(part, trained, j):
     student = module.masked(module.train_logits(part[:, j], target, trained), target)
@@ -203,12 +203,16 @@ def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch
 
   def token_sums(part, trained, rest):
     teacher = {name: value[rest["source"]] for name, value in rows_of.items()}
-    rows = module.masked(linear(teacher["hidden"], head), target) / options.teacher_temperature
-    known = losses.Teacher(rows, teacher["logsumexp"], teacher["label"])
-    kept = losses.kept_mass(rows, known.logsumexp)
+    if "hidden" in teacher:
+      rows = module.masked(linear(teacher["hidden"], head), target) / options.teacher_temperature
     total: dict[str, Array] = {}
     for j in range(part.shape[1]):
       student = student_logits(part, trained, j)
+      lower = {}
+      if "logprobs" in teacher:
+        rows, below = losses.completed(student, teacher["logprobs"], teacher["place"])
+        lower = {"alpha_lower": below}
+      known = losses.Teacher(rows, teacher["logsumexp"], teacher["label"])
       best = sampling.argmax(jax.lax.stop_gradient(student))
       match = (best if ids is None else ids[best]) == teacher["best"]
       alpha = losses.overlap(jax.lax.stop_gradient(student), rows, known.logsumexp)
@@ -219,7 +223,9 @@ def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch
         each += optax.sigmoid_binary_cross_entropy(
             module.confidence_logit(part[:, j], trained["confidence"]), alpha)
       sums = {"loss": jnp.sum(weight * each), "weight": jnp.sum(weight)}
-      places = {"alpha": alpha, "greedy_match": match, "kept_mass": kept, "count": 1.0}
+      places = lower | {
+          "alpha": alpha, "greedy_match": match, "count": 1.0,
+          "kept_mass": losses.kept_mass(rows, known.logsumexp)}
       for name, value in places.items():
         sums[name] = jnp.zeros(module.depths).at[depth].add(used * value)
       total = {name: total.get(name, 0.0) + value for name, value in sums.items()}

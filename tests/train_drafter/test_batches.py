@@ -240,6 +240,8 @@ def test_made_ahead_is_the_same():
 class Stored(StoredDocument):
   """Stands for a document of the store: rows that tell their document and position."""
 
+  sparse = False
+
   def __init__(self, i):
     object.__setattr__(self, "i", i)
 

@@ -289,3 +289,73 @@ def test_linear_and_its_gradients(dtype, tolerance):
   np.testing.assert_allclose(dx, np.einsum("abo,oi->abi", up, w), atol=scale)
   np.testing.assert_allclose(
       np.asarray(dw, np.float64), np.einsum("abo,abi->oi", up, x), atol=scale)
+
+
+# A teacher of which the most probable ids are known.
+
+
+def sparse_case(rng, V=12, k=4, temperature=1.5):
+  """Student logits, the whole p, its k most probable ids; the student lacks the last two ids."""
+  p = rng.dirichlet(np.full(V, 0.4))
+  ids = np.argsort(-p)[:k]
+  return temperature * rng.normal(size=V - 2), p, ids
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_completed_is_the_divergence_over_k_and_the_rest(seed):
+  student, p, ids = sparse_case(np.random.default_rng(seed))
+  inside = ids < len(student)
+
+  def coarse(z):  # KL over the ids that both know and "another one"
+    q = jax.nn.softmax(z)[ids[inside]]
+    tail_p = 1 - p[ids].sum()
+    return jnp.sum(p[ids[inside]] * (jnp.log(p[ids[inside]]) - jnp.log(q))) + tail_p * (
+        jnp.log(tail_p) - jnp.log(1 - q.sum()))
+
+  def ours(z):
+    rows, _ = losses.completed(z, jnp.log(p[ids]), jnp.asarray(ids))
+    # `fkl` renormalises what it is given: the mass of ids that the student lacks is left out.
+    total = jnp.sum(jnp.exp(rows))
+    return losses.fkl(z, rows) * total + total * jnp.log(total)
+
+  with jax.enable_x64(True):
+    z = jnp.asarray(student)
+    np.testing.assert_allclose(ours(z), coarse(z), rtol=1e-9)
+    total = 1 - p[ids[~inside]].sum()
+    wanted = jax.grad(coarse)(z)
+    # The same direction as long as no known mass is outside, else that of the renormalised p.
+    if inside.all():
+      np.testing.assert_allclose(jax.grad(ours)(z), wanted, atol=1e-12)
+    renormalised = jnp.where(jnp.isin(jnp.arange(len(student)), ids), p[:len(student)], 0.0)
+    wrong = jax.grad(lambda z: losses.fkl(z, jnp.log(renormalised)))(z)
+    assert np.abs(wrong - wanted).max() > 1e-2 and total > 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_bounds_of_alpha_hold_and_meet(seed):
+  student, p, ids = sparse_case(np.random.default_rng(seed))
+  with jax.enable_x64(True):
+    z = jnp.asarray(student)
+    q = np.pad(np.asarray(jax.nn.softmax(z)), (0, 2))
+    alpha = np.minimum(p, q).sum()
+    rows, lower = losses.completed(z, jnp.log(p[ids]), jnp.asarray(ids))
+    upper = losses.overlap(z, rows, jnp.zeros(()))
+    assert lower <= alpha + 1e-12 and alpha <= upper + 1e-12
+    np.testing.assert_allclose(
+        upper, lower + min(1 - p[ids].sum(), 1 - q[ids].sum()), rtol=1e-9)
+    whole = np.argsort(-p)
+    rows, lower = losses.completed(z, jnp.log(p[whole]), jnp.asarray(whole))
+    np.testing.assert_allclose([lower, losses.overlap(z, rows, jnp.zeros(()))], alpha, rtol=1e-5)
+    np.testing.assert_allclose(rows, np.log(p[:len(student)]), rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_every_loss_is_finite_with_a_sparse_teacher(name):
+  """Also where nothing is left for the tail, on one side or on both."""
+  for logprobs in ([0.0, -200.0], [-0.5, -3.0], [-1e-9, -40.0]):
+    for student in ([90.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]):
+      def loss(z, logprobs=logprobs):
+        rows, _ = losses.completed(z, jnp.asarray(logprobs), jnp.asarray([1, 5]))
+        return losses.LOSSES[name](z, losses.Teacher(rows, jnp.zeros(()), jnp.asarray(1)))
+      value, grad = jax.value_and_grad(loss)(jnp.asarray(student))
+      assert np.isfinite(value) and np.isfinite(grad).all(), (name, logprobs, student)

@@ -100,11 +100,31 @@ def test_online_features_are_those_of_the_store(answered, tmp_path):
     np.testing.assert_allclose(tensors["online"][name], value, atol=2e-3)
 
 
+def test_a_sparse_teacher_trains(answered, tmp_path):
+  """With all ids kept it teaches what the states do; with few of them the bounds are apart."""
+  tensors, held = {}, {}
+  vocabulary = len(toy.vocabulary())
+  for name, changes in (("store", {"mode": "store"}),
+                        ("all", {"mode": "topk", "topk": vocabulary}),
+                        ("few", {"mode": "topk", "topk": 4})):
+    cfg, folder = started(answered, tmp_path / name, "dflash", **changes)
+    cfg.drafter.draft_vocab = 0
+    for stage in (extract, train):
+      stage.run(cfg, folder)
+    tensors[name] = safetensors.numpy.load_file(
+        folder / "train" / "drafter" / "drafter.safetensors")
+    rows = (folder / "train" / "metrics.jsonl").read_text().splitlines()
+    held[name] = json.loads(rows[-1])
+  for key, value in tensors["store"].items():
+    np.testing.assert_allclose(tensors["all"][key], value, atol=4e-3)
+  assert held["all"]["alpha"] == pytest.approx(held["store"]["alpha"], abs=2e-3)
+  assert held["all"]["alpha_lower"] == pytest.approx(held["all"]["alpha"], abs=1e-3)
+  assert held["few"]["alpha_lower"] < held["few"]["alpha"] - 0.01
+  assert "alpha_lower" not in held["store"]
+
+
 def test_what_cannot_be_trained_is_refused_early(answered, tmp_path):
   cfg, folder = started(answered, tmp_path, "eagle3", mode="topk")
-  extract.run(cfg, folder)
-  with pytest.raises(UserError, match="features.mode=topk"):
-    train.run(cfg, folder)
   cfg.target = dataclasses.replace(cfg.target, source=str(tmp_path / "shallow"))
   config = tiny.config(vocab_size=len(toy.vocabulary()), num_layers=3, bos_id=0, eos_ids=(2,))
   write_folder(tmp_path / "shallow", config, tiny.tensors(config), toy.tokenizer())
