@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tensorboardX
+from jaxtyping import Array, Float
 
 from spec_jax.errors import UserError
 from train_drafter.batches import Packer
@@ -34,7 +36,31 @@ def means(sums: dict[str, np.ndarray]) -> dict[str, Any]:
       places = sums[name] / count
       out[f"{name}_by_place"] = [round(float(x), 4) for x in places]
       out[f"{name}_tau"] = float(1 + np.cumprod(places).sum())
-  return out
+  return out | (_calibration(sums) if "confidence_count" in sums else {})
+
+
+_BINS = 10  # of the confidence, for its calibration
+
+
+def calibration_sums(
+    confidence: Float[Array, " c"], alpha: Float[Array, " c"], used: Float[Array, " c"],
+) -> dict[str, Float[Array, " bins"]]:
+  """Sums by bin of the predicted chance that a draft is accepted, for `means`."""
+  at = jnp.minimum((confidence * _BINS).astype(jnp.int32), _BINS - 1)
+  one = lambda value: jnp.zeros(_BINS).at[at].add(used * value)
+  return {"confidence_count": one(1.0), "confidence_told": one(confidence),
+          "confidence_alpha": one(alpha)}
+
+
+def _calibration(sums: dict[str, np.ndarray]) -> dict[str, Any]:
+  """Rows [states, mean confidence, mean alpha] of the bins that hold any, and the expected
+  calibration error: the mean of |confidence - alpha| of the bins, weighed by their states."""
+  count, told, alpha = (
+      np.asarray(sums[f"confidence_{name}"], np.float64) for name in ("count", "told", "alpha"))
+  rows = [[int(n), round(t / n, 4), round(a / n, 4)]
+          for n, t, a in zip(count, told, alpha, strict=True) if n]
+  return {"confidence_by_bin": rows,
+          "confidence_error": float(np.abs(told - alpha).sum() / max(count.sum(), 1))}
 
 
 def quality(found: dict[str, Any]) -> float:

@@ -28,7 +28,7 @@ from spec_jax.models.decoder import linear
 from spec_jax.target import Target
 from spec_jax.types import pytree
 from train_drafter import config as config_lib
-from train_drafter import losses, manifest
+from train_drafter import losses, manifest, metrics
 from train_drafter.batches import Ahead, Packer
 from train_drafter.checkpoint import Checkpoints, GracefulExit
 from train_drafter.config import Config, TrainConfig
@@ -208,7 +208,7 @@ def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch
     total: dict[str, Array] = {}
     for j in range(part.shape[1]):
       student = student_logits(part, trained, j)
-      lower = {}
+      lower, sums = {}, {}
       if "logprobs" in teacher:
         rows, below = losses.completed(student, teacher["logprobs"], teacher["place"])
         lower = {"alpha_lower": below}
@@ -220,9 +220,10 @@ def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch
       used = (weight > 0).astype(jnp.float32)
       each = losses.LOSSES[options.loss](student, known)
       if "confidence" in trained:  # 2607.05147: learns 1 - TV, for the report alone
-        each += optax.sigmoid_binary_cross_entropy(
-            module.confidence_logit(part[:, j], trained["confidence"]), alpha)
-      sums = {"loss": jnp.sum(weight * each), "weight": jnp.sum(weight)}
+        told = module.confidence_logit(part[:, j], trained["confidence"])
+        each += optax.sigmoid_binary_cross_entropy(told, alpha)
+        sums = metrics.calibration_sums(jax.nn.sigmoid(told), alpha, used)
+      sums |= {"loss": jnp.sum(weight * each), "weight": jnp.sum(weight)}
       places = lower | {
           "alpha": alpha, "greedy_match": match, "count": 1.0,
           "kept_mass": losses.kept_mass(rows, known.logsumexp)}
@@ -370,7 +371,9 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
   drafters.save_drafter(folder / "drafter", final, target, step=best.step)
   record = best.extra["best"]
   print(f"{STAGE}: best step {best.step}, validation alpha {record['alpha']:.3f}, "
-        f"greedy match {record['greedy_match']:.3f}")
+        f"greedy match {record['greedy_match']:.3f}" + (
+            f", confidence head off by {record['confidence_error']:.3f} on average"
+            if "confidence_error" in record else ""))
   return {
       "steps": step, "planned_steps": steps, "skipped_steps": skipped, "best_step": best.step,
       "validation": record, "epochs": packer.epoch_of(step),

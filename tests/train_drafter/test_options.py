@@ -15,7 +15,7 @@ from spec_jax.errors import UserError
 from tests import tiny
 from tests.train_drafter.training import documents, make_config, pack
 from train_drafter import config as config_lib
-from train_drafter import losses, train
+from train_drafter import losses, metrics, train
 
 LAYERS = 8
 
@@ -109,6 +109,22 @@ def test_dpace_needs_drafts_that_training_tells_apart():
   cfg.train.position_weight = "dpace"
   with pytest.raises(UserError, match="train.position_weight='dpace'.*not for small_lm"):
     config_lib.validate(cfg)
+
+
+# The confidence head.
+
+
+def test_calibration_of_a_confidence():
+  """Two bins; what is not used does not count; a confidence of one lies in the last bin."""
+  sums = metrics.calibration_sums(
+      jnp.asarray([0.31, 0.39, 1.0, 0.95, 0.5]), jnp.asarray([0.3, 0.1, 0.9, 0.7, 0.0]),
+      jnp.asarray([1.0, 1.0, 1.0, 1.0, 0.0]))
+  found = metrics.means({
+      "loss": np.ones(()), "weight": np.ones(()), "count": np.ones(1), "alpha": np.ones(1),
+      "greedy_match": np.ones(1), "kept_mass": np.ones(1)} | jax.device_get(sums))
+  np.testing.assert_allclose(
+      found["confidence_by_bin"], [[2, 0.35, 0.2], [2, 0.975, 0.8]], atol=1e-4)
+  assert found["confidence_error"] == pytest.approx((2 * 0.15 + 2 * 0.175) / 4, abs=1e-6)
 
 
 # Muon.

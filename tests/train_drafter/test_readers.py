@@ -55,6 +55,8 @@ def test_every_stage(answered, tmp_path, kind, capsys):
   for stage in (extract, verify_store, train):
     stage.run(cfg, folder)
   check_training(cfg, folder, kind)
+  assert ("confidence_error" in json.loads((folder / "train" / "metrics.jsonl").read_text(
+  ).splitlines()[-1])) == (kind == "dspark")
   if kind == "dspark":  # what follows differs in nothing but the module, and takes a minute
     return
   if kind == "dflash":
