@@ -287,7 +287,7 @@ def propose(program, drafter, target, state, keys):
 
 
 def _verdict(program, logits, proposal, keys, limit, temperature):
-  rule = verify.RULES[program.rule]
+  rule = verify.DRAFTS if program.rule == verify.DRAFTS.name else verify.RULES[program.rule]
   if rule.on_logits:
     rows = sampling_lib.biased(logits, program.sampling)
   else:

@@ -253,6 +253,18 @@ RULES = {rule.name: rule for rule in (
          leftover=typical_leftover))}
 
 
+def keep_drafts(
+    p: Float[Array, "B W V"], proposal: Proposal, keys: Keys, limit: Int[Array, " B"],
+) -> Verdict:
+  """Accepts every draft, and the target samples the token behind them: the drafter's own text."""
+  row = jnp.take_along_axis(p, limit[:, None, None], 1)[:, 0]
+  return Verdict(limit, sampling.draw(row, sampling.uniforms(keys, sampling.BONUS, 1)[:, 0]))
+
+
+# No rule to decode with, hence not in RULES: train_drafter makes on-policy data with it.
+DRAFTS = Rule("drafts", keep_drafts, lossless=False)
+
+
 def choose(name: str | None, coldest: float, warmest: float) -> Rule:
   """The rule that runs for rows of these temperatures.
 

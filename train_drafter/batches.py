@@ -1,6 +1,7 @@
 """Answers to packed training batches, a pure function of (seed, step) so that a resumed run sees
 the same samples. Called by train.py."""
 
+import copy
 import dataclasses
 import threading
 from collections.abc import Sequence
@@ -111,6 +112,13 @@ class Packer:
       epoch += 1
     rows = self._epoch(epoch)[left * self.rows:(left + 1) * self.rows]
     return self._arrays(rows) | {"step": np.int32(step)}
+
+  def of(self, documents: Sequence[Document]) -> dict[str, np.ndarray]:
+    """A batch of other documents, in the same shapes; what finds no place in it is left out."""
+    most = self.row_supervised
+    other = copy.copy(self)
+    other.documents = [d if d.supervised <= most else d.cut(d.first + 1 + most) for d in documents]
+    return other._arrays(other._pack(range(len(documents)))[:self.rows])
 
   def batches(self, epoch: int) -> int:
     """Batches of an epoch."""

@@ -108,6 +108,8 @@ class TrainConfig:
   clip: float = 1.0  # global norm; 0 for none
   max_bad_steps: int = 20  # non-finite steps in a row (each skipped and counted) before it stops
   dtype: str = "bfloat16"  # of the matmuls; master weights are float32
+  # small_lm, eagle3: share of steps that learn from the drafter's own text, scored by the target.
+  on_policy_fraction: float = 0.0
   teacher_temperature: float = 1.0  # divides the logits of both sides of the loss
   chunk: int = 256  # supervised positions scored at once
   validation: int = 32  # answers held out of training
@@ -195,7 +197,8 @@ _ONE_OF = {
     "drafter.init": ("target", "random")}
 _SHARES = {  # field -> zero allowed
     "prompts.max_dropped_share": True, "prompts.self_written_top_p": False,
-    "generate.top_p": False, "train.warmup": True, "train.final_lr": True, "train.beta2": False}
+    "generate.top_p": False, "train.on_policy_fraction": True, "train.warmup": True,
+    "train.final_lr": True, "train.beta2": False}
 
 
 def validate(cfg: Config) -> None:
@@ -246,6 +249,10 @@ def validate(cfg: Config) -> None:
                     "tells apart for eagle3, dflash and dspark, not for small_lm")
   if not cfg.train.teacher_temperature > 0:
     raise UserError(f"train.teacher_temperature={cfg.train.teacher_temperature} must be > 0")
+  if cfg.train.on_policy_fraction and cfg.drafter.kind not in ("small_lm", "eagle3"):
+    raise UserError(
+        f"train.on_policy_fraction={cfg.train.on_policy_fraction} needs a drafter whose drafts "
+        f"follow each other (small_lm, eagle3), not {cfg.drafter.kind}")
   if cfg.features.mode == "topk" and cfg.train.teacher_temperature != 1:
     raise UserError(f"train.teacher_temperature={cfg.train.teacher_temperature} must be 1.0 with "
                     "features.mode='topk': the store keeps probabilities at temperature 1")

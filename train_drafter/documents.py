@@ -4,6 +4,7 @@ Called by train.py; evaluate.py reads the draft vocabulary of a run here.
 """
 
 import dataclasses
+import functools
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -157,12 +158,7 @@ def teacher_statistics(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
   """(logsumexp, argmax) of the teacher's logits at every supervised position, by document."""
 
-  @jax.jit
-  def score(params, hidden):
-    logits = nnx.merge(target.graph, params).logits(hidden)
-    warm = logits / cfg.train.teacher_temperature
-    return jax.nn.logsumexp(warm, -1), sampling.argmax(logits)
-
+  heat = cfg.train.teacher_temperature
   count, done = sum(d.supervised for d in documents), []
   waiting = np.zeros((0, target.config.hidden_size), ml_dtypes.bfloat16)
   with Bar("teacher", total=count) as bar:
@@ -171,12 +167,29 @@ def teacher_statistics(
       last = k == len(documents) - 1
       while len(waiting) >= _SCORE_ROWS or (last and len(waiting)):
         part, waiting = waiting[:_SCORE_ROWS], waiting[_SCORE_ROWS:]
-        full = np.pad(part, ((0, _SCORE_ROWS - len(part)), (0, 0)))
-        done.append([x[:len(part)] for x in jax.device_get(score(target.params, full))])
+        done.append(score(target, part, heat))
         bar.advance(len(part), amount=len(part))
   lse, best = (np.concatenate(x) for x in zip(*done, strict=True)) if done else ((), ())
   edges = np.cumsum([d.supervised for d in documents])[:-1]
   yield from zip(np.split(lse, edges), np.split(best, edges), strict=True)
+
+
+def score(
+    target: Target, hidden: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+  """logsumexp of the logits divided by the temperature, and their argmax, of states [n, D]."""
+  found = []
+  for start in range(0, len(hidden), _SCORE_ROWS):
+    part = hidden[start:start + _SCORE_ROWS]
+    full = np.pad(part, ((0, _SCORE_ROWS - len(part)), (0, 0)))
+    found.append([x[:len(part)] for x in jax.device_get(
+        _score(target.graph, target.params, full, temperature))])
+  return tuple(np.concatenate(x) for x in zip(*found, strict=True))
+
+
+@functools.partial(jax.jit, static_argnames=("graph",))
+def _score(graph, params, hidden, temperature):
+  logits = nnx.merge(graph, params).logits(hidden)
+  return jax.nn.logsumexp(logits / temperature, -1), sampling.argmax(logits)
 
 
 def draft_vocabulary(folder: Path) -> np.ndarray | None:

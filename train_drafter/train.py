@@ -36,6 +36,7 @@ from train_drafter.documents import draft_vocabulary, prepare
 from train_drafter.extract import open_features
 from train_drafter.generate import load_answers, target_id
 from train_drafter.metrics import MetricLog, Profile, means, quality
+from train_drafter.on_policy import OnPolicy
 from train_drafter.progress import Bar
 
 STAGE = "train"
@@ -278,6 +279,13 @@ def train_step(setup: Setup, state: TrainState, frozen: Any, target_params: Any,
   return state, sums | {"grad_norm": norm, "bad": state.bad, "skipped": state.skipped}
 
 
+def drafter_of(setup: Setup, state: TrainState) -> nnx.Module:
+  """The drafter of a state, in the dtype it computes in."""
+  low = jnp.dtype(setup.options.dtype)
+  params = jax.tree.map(lambda x: x.astype(low) if x.ndim > 1 else x, state.params)
+  return nnx.merge(setup.graph, params, setup.frozen)
+
+
 @functools.partial(jax.jit, static_argnames=("setup",))
 def validation_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict):
   """The sums of a batch, without a gradient."""
@@ -316,6 +324,7 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
   steps = planned_steps(cfg, target, module, packer, folder, began)
   setup, state = make_setup(cfg, target, module, steps)
   every = cfg.train.eval_every or max(1, steps // 10)
+  own = OnPolicy(cfg, target, packer) if cfg.train.on_policy_fraction else None
   deadline = began + 1.15 * cfg.train.budget_s if cfg.train.budget_s else float("inf")
   with Checkpoints(folder / "checkpoints", max_to_keep=cfg.train.keep, best="max") as saved, \
       GracefulExit() as stop:
@@ -332,7 +341,11 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
         Bar("train", total=steps, start=step) as bar:
       while step < steps:
         profile.before(step - first)
-        batch = with_features(ahead.batch(step), module.taps, target)
+        if own is not None and own.due(step):
+          batch = own.batch(step, drafter_of(setup, state))
+        else:
+          batch = ahead.batch(step)
+        batch = with_features(batch, module.taps, target)
         state, sums = train_step(setup, state, setup.frozen, target.params, batch)
         step += 1
         note = None if last is None else log.step(*last, setup, packer)

@@ -32,6 +32,7 @@ BAD = [
     ("train.optimizer", "sgd"), ("train.loss", "mse"), ("train.steps", -1), ("train.steps", 2.5),
     ("train.budget_s", -1.0),
     ("train.batch_rows", 0), ("train.seq_len", 7), ("train.lr", -1e-3), ("train.lr", NAN),
+    ("train.on_policy_fraction", 1.5),
     ("train.lr", INF), ("train.lr", "1e-3"), ("train.warmup", 1.5), ("train.final_lr", -0.1),
     ("train.weight_decay", -0.1), ("train.beta2", 0.0), ("train.beta2", 1.1),
     ("train.beta2", 1.0), ("train.clip", -1.0),
