@@ -37,6 +37,7 @@ class Family:
 
 _NO_BIAS = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 _QWEN = {"use_mrope": False}
+_QWEN3_MOE_EXPERTS = 128  # where the file says nothing
 # architectures[0] -> family.
 FAMILIES = {
     "LlamaForCausalLM": Family(
@@ -57,7 +58,7 @@ FAMILIES = {
         only=_NO_BIAS | _QWEN),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe", "qwen3_moe", fixed={"qk_norm": True},
-        absent={"max_position_embeddings": 32768, "num_experts": 128, "num_experts_per_tok": 8,
+        absent={"max_position_embeddings": 32768, "num_experts_per_tok": 8,
                 "moe_intermediate_size": 768, "norm_topk_prob": False},
         only=_NO_BIAS | _QWEN | {
             "use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []}),
@@ -136,7 +137,13 @@ def read(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _extras(family: Family, get, hidden: int) -> dict[str, Any]:
   if family.name == "qwen3_moe":
-    return {"num_experts": get("num_experts"), "experts_per_token": get("num_experts_per_tok"),
+    # Published folders say num_experts, transformers 5 writes num_local_experts.
+    stated = {value for name in ("num_experts", "num_local_experts")
+              if (value := get(name)) is not None} or {_QWEN3_MOE_EXPERTS}
+    if len(stated) > 1:
+      raise UserError(f"config.json fields num_experts={get('num_experts')} and "
+                      f"num_local_experts={get('num_local_experts')} disagree")
+    return {"num_experts": stated.pop(), "experts_per_token": get("num_experts_per_tok"),
             "expert_size": get("moe_intermediate_size"), "norm_topk": bool(get("norm_topk_prob"))}
   if family.name == "gemma3":
     return {"embed_scale": hidden**0.5, "query_scalar": float(get("query_pre_attn_scalar"))}

@@ -16,9 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-
-sys.path.insert(0, str(Path(__file__).parent))
-from reference_llama import tiny_tokenizer  # noqa: E402
+from reference_llama import tiny_tokenizer
 
 LENGTH, WINDOW = 40, 7
 SIZES = dict(
@@ -35,15 +33,15 @@ GEMMA = dict(
 FAMILIES = {
     "llama_linear": ("llama", dict(rope_parameters={
         "rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0})),
-    "llama_yarn": ("llama", dict(rope_parameters=YARN)),
+    "llama_yarn": ("llama", dict(rope_parameters=YARN, max_position_embeddings=64)),
     "mistral": ("mistral", dict(sliding_window=WINDOW)),
     "qwen2": ("qwen2", dict(tie_word_embeddings=True)),
     "qwen2_window": ("qwen2", dict(
         use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2)),
     "qwen3": ("qwen3", dict(head_dim=24)),
     "qwen3_yarn": ("qwen3", dict(
-        head_dim=16, rope_parameters=YARN | {"beta_fast": 8.0, "attention_factor": 1.25,
-                                             "truncate": False})),
+        head_dim=16, max_position_embeddings=64, rope_parameters=YARN | {
+            "beta_fast": 8.0, "attention_factor": 1.25, "truncate": False})),
     "qwen3_moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}),
     "qwen3_moe_raw": ("qwen3_moe", EXPERTS | {"norm_topk_prob": False}),
     "gemma3": ("gemma3_text", GEMMA),
