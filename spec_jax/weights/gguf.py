@@ -74,7 +74,7 @@ class GgufCheckpoint:
     self.config = self._read_config()
     self._names = names.GGUF_NAMES[self.config.architecture]
     needed = tensor_shapes(self.config)
-    if self._names["rope_freqs"] in self._tensors:
+    if self._names.get("rope_freqs") in self._tensors:
       needed["rope_freqs"] = (self.config.head_dim // 2,)
     found = {name: tuple(int(n) for n in reversed(tensor.shape))
              for name, tensor in self._tensors.items()}
