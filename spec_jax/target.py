@@ -2,15 +2,17 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
 from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig
-from spec_jax.models.decoder import BLOCK_TENSORS, Decoder
+from spec_jax.models.decoder import BLOCK_TENSORS, Decoder, block_shapes
 from spec_jax.tokenizer import Tokenizer
 from spec_jax.weights import Checkpoint, open_checkpoint
 
@@ -93,5 +95,35 @@ def canonical_tensors(target: Target) -> dict[str, Array]:
   if module.stack.rope_divisors is not None:
     tensors["rope_freqs"] = jnp.asarray(module.stack.rope_divisors, jnp.float32)
   for i, block in enumerate(module.stack.layers):
-    tensors |= {f"layers.{i}.{name}": getattr(block, name)[...] for name in BLOCK_TENSORS}
+    tensors |= {f"layers.{i}.{name}": getattr(block, name)[...]
+                for name in block_shapes(module.config)}
   return tensors
+
+
+def llama_layer(
+    tensors: Mapping[str, Array], config: DecoderConfig, layer: int, seed: int = 0,
+) -> dict[str, Array]:
+  """The part of a target's layer that a Llama layer has, in float32: where a drafter that reads the
+  target's states starts from.
+
+  Biases and the norms behind attention and MLP have no place there. A mixture of experts has no
+  dense MLP to copy: the layer starts with small random projections whose output is nothing.
+
+  Args:
+    tensors: of the target, by canonical name.
+    config: of the target.
+    layer: 0-based.
+    seed: of what is random.
+  """
+  shapes = block_shapes(config.plain(config.num_layers))
+  out = {}
+  for name in BLOCK_TENSORS:
+    value = tensors.get(f"layers.{layer}.{name}")
+    if value is not None:
+      out[name] = jnp.asarray(value, jnp.float32)
+    elif name == "w_down":
+      out[name] = jnp.zeros(shapes[name])
+    else:
+      key = jax.random.fold_in(jax.random.key(seed), BLOCK_TENSORS.index(name))
+      out[name] = 0.02 * jax.random.normal(key, shapes[name])
+  return out

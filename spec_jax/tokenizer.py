@@ -15,13 +15,14 @@ from typing import Any
 
 import jinja2
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from spec_jax.chat_template import Guard, any_of, compile_template
 from spec_jax.errors import UserError
 
 # GGUF `tokenizer.ggml.token_type`.
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6
+_SPACE = "\u2581"  # what SentencePiece writes for a space
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -32,12 +33,17 @@ _LLAMA3 = [
     pre_tokenizers.Split(tokenizers.Regex(_LLAMA3_SPLIT), "isolated"),
     pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
 ]
+_QWEN2 = [  # of Llama 3, with digits one by one
+    pre_tokenizers.Split(tokenizers.Regex(_LLAMA3_SPLIT.replace("{1,3}", "")), "isolated"),
+    _LLAMA3[1],
+]
 # GGUF `tokenizer.ggml.pre` -> (pre-tokenizers, a whole word of the vocabulary skips the merges,
 # BOS is added where the file does not say).
 _PRE = {
     "gpt-2": ([_BYTES], False, False),
     "gpt2": ([_BYTES], False, False),
     "llama-bpe": (_LLAMA3, True, True),
+    "qwen2": (_QWEN2, False, False),
     "smollm": ([_DIGITS, _BYTES], False, False),
 }
 
@@ -146,13 +152,17 @@ class Tokenizer:
       field = reader.fields.get(f"tokenizer.{name}")
       return default if field is None else field.contents()
 
-    if (model := get("ggml.model")) != "gpt2":
-      raise UserError(f"tokenizer.ggml.model={model!r} is not supported (only 'gpt2', byte-pair)")
-    if (pre := get("ggml.pre", "(none)")) not in _PRE:
+    model, pre = get("ggml.model"), get("ggml.pre", "(none)")
+    pieces = model == "llama"  # SentencePiece
+    if model != "gpt2" and not pieces:
+      raise UserError(f"tokenizer.ggml.model={model!r} is not supported (only 'gpt2' and 'llama', "
+                      "byte-pair)")
+    if not pieces and pre not in _PRE:
       raise UserError(f"tokenizer.ggml.pre={pre!r} is not supported (known: {', '.join(_PRE)})")
-    splitters, ignore_merges, default_bos = _PRE[pre]
-    strings, kinds, merges = get("ggml.tokens"), get("ggml.token_type"), get("ggml.merges")
-    for name, value in (("tokens", strings), ("token_type", kinds), ("merges", merges)):
+    default_bos = pieces or _PRE[pre][2]
+    ranks = "scores" if pieces else "merges"
+    strings, kinds, merges = get("ggml.tokens"), get("ggml.token_type"), get(f"ggml.{ranks}")
+    for name, value in (("tokens", strings), ("token_type", kinds), (ranks, merges)):
       if not value:
         raise UserError(f"GGUF file has no tokenizer.ggml.{name}")
     if len(kinds) != len(strings):
@@ -165,25 +175,24 @@ class Tokenizer:
     vocabulary = {string: i for i, string in enumerate(strings)}
     if len(vocabulary) != real:
       raise UserError("tokenizer.ggml.tokens names a token twice")
-    # A token may hold a space only as its first byte-level letter, so one split is enough.
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    try:
-      bpe = models.BPE(vocabulary, pairs, ignore_merges=ignore_merges)
-    except Exception as error:
-      raise UserError(f"tokenizer.ggml.merges do not fit the tokens: {error}") from None
-    backend = tokenizers.Tokenizer(bpe)
-    backend.pre_tokenizer = pre_tokenizers.Sequence(splitters)
-    backend.decoder = decoders.ByteLevel()
+    if pieces:
+      unknown = get("ggml.unknown_token_id", -1)
+      backend = _sentencepiece(
+          vocabulary, dict(zip(strings, merges, strict=False)), kinds,
+          strings[unknown] if unknown >= 0 else None, get("ggml.add_space_prefix", True))
+    else:
+      backend = _byte_level(vocabulary, merges, pre)
     added = [AddedToken(s, special=k == _CONTROL, normalized=False)
              for s, k in zip(strings, kinds, strict=True) if k in (_CONTROL, _USER_DEFINED)]
     backend.add_tokens([token for token in added if not token.special])
     backend.add_special_tokens([token for token in added if token.special])
     bos = get("ggml.bos_token_id", -1)
-    post = processors.ByteLevel(trim_offsets=False)
+    post = [] if pieces else [processors.ByteLevel(trim_offsets=False)]
     if get("ggml.add_bos_token", default_bos) and bos >= 0:
-      post = processors.Sequence([post, processors.TemplateProcessing(
-          single=f"{strings[bos]} $A", special_tokens=[(strings[bos], bos)])])
-    backend.post_processor = post
+      post.append(processors.TemplateProcessing(
+          single=f"{strings[bos]} $A", special_tokens=[(strings[bos], bos)]))
+    if post:
+      backend.post_processor = processors.Sequence(post)
     eos = [get(f"ggml.{name}_token_id", -1) for name in ("eos", "eot", "eom")]
     return cls(
         backend,
@@ -333,6 +342,45 @@ class Tokenizer:
     while ids[:2] == [self.bos_id, self.bos_id]:
       ids = ids[1:]
     return ids
+
+
+def _byte_level(
+    vocabulary: dict[str, int], merges: Sequence[str], pre: str) -> tokenizers.Tokenizer:
+  """Byte-pair encoding over byte-level letters, split by the rule `pre`."""
+  splitters, ignore_merges, _ = _PRE[pre]
+  # A token may hold a space only as its first byte-level letter, so one split is enough.
+  pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+  try:
+    bpe = models.BPE(vocabulary, pairs, ignore_merges=ignore_merges)
+  except Exception as error:
+    raise UserError(f"tokenizer.ggml.merges do not fit the tokens: {error}") from None
+  backend = tokenizers.Tokenizer(bpe)
+  if pre == "qwen2":
+    backend.normalizer = normalizers.NFC()
+  backend.pre_tokenizer = pre_tokenizers.Sequence(splitters)
+  backend.decoder = decoders.ByteLevel()
+  return backend
+
+
+def _sentencepiece(
+    vocabulary: dict[str, int], scores: Mapping[str, float], kinds: Sequence[int],
+    unknown: str | None, prefix: bool) -> tokenizers.Tokenizer:
+  """SentencePiece's byte-pair encoding: of two neighbours, those join whose union scores highest.
+
+  As merges in that order; letters that the vocabulary lacks become its byte tokens.
+  """
+  whole = {s for s, i in vocabulary.items() if kinds[i] not in (_CONTROL, _USER_DEFINED, _BYTE)}
+  pairs = [(s[:k], s[k:]) for s in whole for k in range(1, len(s))
+           if s[:k] in whole and s[k:] in whole]
+  pairs.sort(key=lambda pair: (-scores[pair[0] + pair[1]], vocabulary[pair[0] + pair[1]],
+                               len(pair[0])))
+  backend = tokenizers.Tokenizer(models.BPE(
+      vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+  spaces = [normalizers.Prepend(_SPACE)] if prefix else []
+  backend.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", _SPACE)])
+  steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+  backend.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
+  return backend
 
 
 def check_same_vocabulary(drafter: Tokenizer, target: Tokenizer) -> None:

@@ -1,6 +1,8 @@
 """Tokenizer: control ids, BOS, chat templates, both sources, the vocabulary check."""
 
+import itertools
 import re
+import types
 
 import gguf
 import pytest
@@ -207,6 +209,7 @@ def test_gguf_pre_decides_the_splits(tmp_path):
   strings = lambda t, text: [t.id_to_token(i) for i in t.encode(text)]
   assert strings(gguf_tokenizer(tmp_path, pre="gpt-2"), "12") == ["12"]
   assert strings(gguf_tokenizer(tmp_path, pre="smollm"), "12") == ["1", "2"]
+  assert strings(gguf_tokenizer(tmp_path, pre="qwen2"), "12") == ["1", "2"]
   assert strings(gguf_tokenizer(tmp_path, pre="llama-bpe"), "hello") == ["hello"]
   with pytest.raises(UserError, match="tokenizer.ggml.pre='superbpe' is not supported"):
     gguf_tokenizer(tmp_path, pre="superbpe")
@@ -235,3 +238,70 @@ def test_token_strings():
   assert TOY.token_strings() == toy.vocabulary()
   assert TOY.vocab_size == len(toy.vocabulary())
   assert TOY.id_to_token(1) == "<|im_start|>"
+
+
+# SentencePiece in a GGUF file.
+
+_PIECES = {  # score by piece; ids in this order behind the special ones
+    "\u2581": -20, "a": -21, "b": -22, "c": -23, "\u2581a": -3, "ab": -1, "bc": -2, "\u2581ab": -9,
+    "abc": -8, "\u2581abc": -12, "cc": -5}
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def pieces_tokenizer(**changes):
+  strings = ["<pad>", "<eos>", "<bos>", "<unk>", "<mark>", *_BYTES, *_PIECES]
+  fields = {
+      "ggml.model": "llama", "ggml.pre": "default", "ggml.tokens": strings,
+      "ggml.scores": [-1000.0] * 5 + [0.0] * 256 + [float(s) for s in _PIECES.values()],
+      "ggml.token_type": [3, 3, 3, 2, 4] + [6] * 256 + [1] * len(_PIECES),
+      "ggml.bos_token_id": 2, "ggml.eos_token_id": 1, "ggml.padding_token_id": 0,
+      "ggml.unknown_token_id": 3, "ggml.add_space_prefix": False} | changes
+  reader = types.SimpleNamespace(fields={
+      f"tokenizer.{name}": types.SimpleNamespace(contents=lambda value=value: value)
+      for name, value in fields.items() if value is not None})
+  return Tokenizer.from_gguf(reader)
+
+
+def by_score(text):
+  """SentencePiece's rule: the neighbours whose union scores highest join, the leftmost first."""
+  parts = list(text.replace(" ", "\u2581"))
+  while True:
+    unions = [(-_PIECES[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts))
+              if a + b in _PIECES]
+    if not unions:
+      return parts
+    i = min(unions)[1]
+    parts[i:i + 2] = [parts[i] + parts[i + 1]]
+
+
+def test_pieces_join_by_score():
+  tokenizer = pieces_tokenizer()
+  for letters in itertools.product("abc ", repeat=5):
+    text = "".join(letters)
+    ids = tokenizer.encode(text)
+    assert [tokenizer.id_to_token(i) for i in ids] == by_score(text), text
+    assert tokenizer.decode(ids) == text
+
+
+def test_letters_without_a_piece_are_bytes_and_marks_are_whole():
+  tokenizer = pieces_tokenizer()
+  ids = tokenizer.encode("ab\u00e9\n<mark>c")
+  assert [tokenizer.id_to_token(i) for i in ids] == [
+      "ab", "<0xC3>", "<0xA9>", "<0x0A>", "<mark>", "c"]
+  assert tokenizer.decode(ids) == "ab\u00e9\n<mark>c"
+  assert controls(tokenizer, tokenizer.encode("<eos>")) == []
+  assert tokenizer.encode("ab", add_special=True) == [2, *tokenizer.encode("ab")]  # by default
+  assert tokenizer.eos_ids == (1,) and tokenizer.pad_id == 0
+  bare = pieces_tokenizer(**{"ggml.add_bos_token": False})
+  assert bare.encode("ab", add_special=True) == bare.encode("ab")
+
+
+def test_a_prefix_of_one_space():
+  tokenizer = pieces_tokenizer(**{"ggml.add_space_prefix": None})
+  ids = tokenizer.encode("ab c")
+  assert [tokenizer.id_to_token(i) for i in ids] == ["\u2581ab", "\u2581", "c"]
+  assert tokenizer.decode(ids) == "ab c"
+  with pytest.raises(UserError, match="GGUF file has no tokenizer.ggml.scores"):
+    pieces_tokenizer(**{"ggml.scores": None})
+  with pytest.raises(UserError, match="model='bert'"):
+    pieces_tokenizer(**{"ggml.model": "bert"})

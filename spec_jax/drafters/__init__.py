@@ -32,7 +32,7 @@ from spec_jax.drafters.ngram import NGram
 from spec_jax.drafters.small_lm import SmallLM
 from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig, RopeScaling
-from spec_jax.models.decoder import BLOCK_TENSORS, tensor_shapes
+from spec_jax.models.decoder import block_shapes, tensor_shapes
 from spec_jax.target import DTYPES, Target, canonical_tensors
 from spec_jax.tokenizer import check_same_strings, check_same_vocabulary
 from spec_jax.weights import open_checkpoint, published
@@ -218,9 +218,10 @@ def _checked(tensors, shapes, dtype) -> Callable[[str], Array]:
 
 
 def small_random(tensors: Mapping[str, Array | np.ndarray], seed: int) -> dict[str, np.ndarray]:
-  """Normal weights of deviation 0.02 and unit norms in the shapes of `tensors`."""
+  """Normal weights of deviation 0.02, unit norms and no biases in the shapes of `tensors`."""
   rng = np.random.default_rng(seed)
-  return {name: np.ones(value.shape, np.float32) if value.ndim == 1
+  zero = ("bq", "bk", "bv")
+  return {name: np.full(value.shape, not name.endswith(zero), np.float32) if value.ndim == 1
           else 0.02 * rng.normal(size=value.shape).astype(np.float32)
           for name, value in tensors.items()}
 
@@ -255,7 +256,7 @@ def init_learned(
     return init_from_target(target, layers, draft_ids, dtype)
   source = canonical_tensors(target)
   if kind == "small_lm":
-    names = tensor_shapes(dataclasses.replace(target.config, num_layers=len(layers)))
+    names = tensor_shapes(target.config.of_layers(layers))
     tensors = {name: np.zeros(shape) for name, shape in names.items()
                if name not in ("embed", "head")}
     options = {}
@@ -274,7 +275,8 @@ def init_learned(
   if random:
     tensors = small_random(tensors, seed)
   tensors |= {name: source[name] for name in ("rope_freqs",) if name in source}
-  config = dataclasses.replace(target.config, num_layers=len(layers))
+  config = (target.config.of_layers(layers) if kind == "small_lm"
+            else target.config.plain(len(layers)))
   return build(kind, target, tensors, config, options, dtype=dtype, draft_ids=draft_ids)
 
 
@@ -291,8 +293,9 @@ def init_from_target(
   source = canonical_tensors(target)
   tensors = {name: source[name] for name in ("final_norm", "rope_freqs") if name in source}
   for place, i in enumerate(init_layers):
-    tensors |= {f"layers.{place}.{name}": source[f"layers.{i}.{name}"] for name in BLOCK_TENSORS}
-  config = dataclasses.replace(target.config, num_layers=len(init_layers))
+    tensors |= {f"layers.{place}.{name}": source[f"layers.{i}.{name}"]
+                for name in block_shapes(target.config)}
+  config = target.config.of_layers(init_layers)
   return small_lm(target, tensors, config, dtype=dtype, draft_ids=draft_ids)
 
 
@@ -365,7 +368,9 @@ def _read_facts(path: Path) -> tuple[dict[str, Any], DecoderConfig]:
     fields = dict(facts["config"])
     scaling = fields["rope_scaling"]
     fields["rope_scaling"] = None if scaling is None else RopeScaling(**scaling)
-    return facts, DecoderConfig(**{**fields, "eos_ids": tuple(fields["eos_ids"])})
+    # A folder of before there were local layers has no such field.
+    lists = {name: tuple(fields.get(name, ())) for name in ("eos_ids", "local_layers")}
+    return facts, DecoderConfig(**fields | lists)
   except KeyError as error:
     raise UserError(f"{path} has no field {error.args[0]!r}") from None
   except (OSError, ValueError, TypeError) as error:

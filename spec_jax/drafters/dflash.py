@@ -28,10 +28,12 @@ from spec_jax.models.decoder import (
   linear,
   rms_norm,
   rope_inverse_frequencies,
+  rope_magnitude,
+  rope_tables,
   rotate,
 )
 from spec_jax.sampling import Sampling
-from spec_jax.target import Target, canonical_tensors
+from spec_jax.target import Target, canonical_tensors, llama_layer
 from spec_jax.tokenizer import Tokenizer
 from spec_jax.types import Cache, Context, Proposal, TrainStates
 from spec_jax.weights.names import HF_NAMES
@@ -248,7 +250,7 @@ class DFlash(LearnedDrafter):
     """
     B, A = anchor.shape
     masks = jnp.full((B, A, width - 1), self.mask_id, anchor.dtype)
-    x = target.embed[...][jnp.concatenate([anchor[..., None], masks], -1)].astype(jnp.float32)
+    x = target.embedded(jnp.concatenate([anchor[..., None], masks], -1)).astype(jnp.float32)
     slots = position[..., None] + jnp.arange(width)
     cos, sin = self._rope(slots.reshape(B, A * width))
     for layer, k, v in zip(self.layers, context.k, context.v, strict=True):
@@ -257,8 +259,8 @@ class DFlash(LearnedDrafter):
     return normed.astype(self.layers[0].wq[...].dtype)
 
   def _rope(self, positions):
-    table = positions[..., None].astype(jnp.float32) * jnp.asarray(self.inverse_frequencies)
-    return jnp.cos(table), jnp.sin(table)
+    magnitude = 1.0 if self.rope_divisors is not None else rope_magnitude(self.config)
+    return rope_tables(positions, self.inverse_frequencies, magnitude)
 
   # Decoding.
 
@@ -383,8 +385,8 @@ def init_tensors(
   """Tensors of copies of the target's layers that read the deepest tap.
 
   fc passes the deepest tap on and is zero for the others; hidden_norm is the attention norm of the
-  first of the layers, whose keys and values are then those it has in the target. The query and key
-  norms, which the target lacks, are constants: the root mean square of the projection of an input
+  first of the layers, whose keys and values are then those it has in the target. Query and key
+  norms that the target lacks are constants: the root mean square of the projection of an input
   whose normalised components are independent, so that q.k keeps about its scale.
 
   Args:
@@ -405,10 +407,11 @@ def init_tensors(
          "hidden_norm": source[f"layers.{layers[0]}.attn_norm"],
          "final_norm": source["final_norm"]}
   for place, i in enumerate(layers):
-    layer = {name: source[f"layers.{i}.{name}"] for name in BLOCK_TENSORS}
+    layer = llama_layer(source, target.config, i)
     for norm, projection in (("q_norm", "wq"), ("k_norm", "wk")):
       power = jnp.sum((layer[projection] * layer["attn_norm"]) ** 2, -1)  # of each output
-      layer[norm] = jnp.full((H,), jnp.sqrt(jnp.mean(power)))
+      constant = jnp.full((H,), jnp.sqrt(jnp.mean(power)))
+      layer[norm] = source.get(f"layers.{i}.{norm}", constant)
     out |= {f"layers.{place}.{name}": value for name, value in layer.items()}
   return out
 

@@ -27,9 +27,12 @@ from spec_jax.models.decoder import (
   linear,
   rms_norm,
   rope_inverse_frequencies,
+  rope_magnitude,
+  rope_tables,
   rotate,
 )
 from spec_jax.sampling import Sampling
+from spec_jax.target import llama_layer
 from spec_jax.types import Context, Proposal, TrainStates, pytree
 
 _LEAST_LAYERS = 7  # of a target whose three taps are three layers in order
@@ -207,7 +210,7 @@ class Eagle3(LearnedDrafter):
 
   def _run(self, state, tokens, fused, positions, target):
     """[B, T, D] outputs of consecutive inputs, and the state with their keys and values."""
-    q, k, v = self._project(target.embed[...][tokens], fused, positions)
+    q, k, v = self._project(target.embedded(tokens), fused, positions)
     start = positions[:, 0]
     keys = write_rows(state.k, k.transpose(0, 2, 1, 3), start)
     values = write_rows(state.v, v.transpose(0, 2, 1, 3), start)
@@ -222,8 +225,8 @@ class Eagle3(LearnedDrafter):
     c = self.config
     x = jnp.concatenate([rms_norm(embedded, self.attn_norm[...], c.rms_norm_eps),
                          rms_norm(fused, self.hidden_norm[...], c.rms_norm_eps)], -1)
-    table = positions[..., None].astype(jnp.float32) * jnp.asarray(self.inverse_frequencies)
-    cos, sin = jnp.cos(table), jnp.sin(table)
+    magnitude = 1.0 if self.rope_divisors is not None else rope_magnitude(c)
+    cos, sin = rope_tables(positions, self.inverse_frequencies, magnitude)
     dtype = self.wq[...].dtype
     heads = lambda w: linear(x, w).reshape(*x.shape[:2], -1, c.head_dim)
     turned = lambda w: rotate(heads(w), cos, sin).astype(dtype)
@@ -255,7 +258,7 @@ class Eagle3(LearnedDrafter):
     hidden = linear(features, self.fc[...])
     out, own = [], []
     for j in range(self.steps):
-      embedded = target.embed[...][jnp.roll(tokens, -1 - j, 1)]
+      embedded = target.embedded(jnp.roll(tokens, -1 - j, 1))
       q, k, v = self._project(embedded, hidden, positions + j)
       if j == 0:
         shared = tuple(x.transpose(0, 2, 1, 3) for x in (k, v))
@@ -315,11 +318,10 @@ def init_tensors(
   """
   D = config.hidden_size
   rng = np.random.default_rng(seed)
-  source = lambda name: np.asarray(tensors[f"layers.{layer}.{name}"], np.float32)
   out = {"fc": np.concatenate(
       [np.zeros((D, (len(taps) - 1) * D), np.float32), np.eye(D, dtype=np.float32)], 1)}
-  for name in block_shapes(config):
-    value = source(name)
+  for name, value in llama_layer(tensors, config, layer, seed).items():
+    value = np.asarray(value)
     if name in ("wq", "wk", "wv"):
       token = rng.normal(size=value.shape).astype(np.float32) * 0.2 * value.std()
       value = np.concatenate([token, value], 1)

@@ -13,13 +13,13 @@ from spec_jax import sampling as sampling_lib
 from spec_jax.drafters.head import LearnedDrafter
 from spec_jax.models.cache import init_cache, insert_rows
 from spec_jax.models.config import DecoderConfig
-from spec_jax.models.decoder import BLOCK_TENSORS, Decoder, Stack
+from spec_jax.models.decoder import Decoder, Stack, block_shapes, embed_rows
 from spec_jax.sampling import Sampling
 from spec_jax.types import Cache, Context, Proposal, TrainStates
 
 
 class SmallLM(LearnedDrafter):
-  """The stack of a small Llama; embedding and head are the target's unless it has its own.
+  """The stack of a small decoder; embedding and head are the target's unless it has its own.
 
   Attributes:
     stack: the trained part, blocks and final norm.
@@ -108,7 +108,8 @@ class SmallLM(LearnedDrafter):
     """The tensors of the stack by canonical name."""
     tensors = {"final_norm": self.stack.final_norm[...]}
     for i, block in enumerate(self.stack.layers):
-      tensors |= {f"layers.{i}.{name}": getattr(block, name)[...] for name in BLOCK_TENSORS}
+      tensors |= {f"layers.{i}.{name}": getattr(block, name)[...]
+                  for name in block_shapes(self.config)}
     return tensors
 
   @property
@@ -132,7 +133,9 @@ class SmallLM(LearnedDrafter):
         count)
 
   def _embed(self, tokens, target):
-    return (self.embed[...] if hasattr(self, "embed") else target.embed[...])[tokens]
+    if hasattr(self, "embed"):
+      return embed_rows(self.embed[...], tokens, self.config.embed_scale)
+    return target.embedded(tokens)
 
   def _pass(self, state, tokens, positions, target, attend_length=None):
     """Logits [B, Vd] of the last position, and the cache."""

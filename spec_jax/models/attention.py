@@ -12,26 +12,28 @@ def attend(
     k: Float[Array, "B G S H"],
     v: Float[Array, "B G S H"],
     mask: Bool[Array, "B T S"],
+    scale: float | None = None,
 ) -> Float[Array, "B T N H"]:
   """Scaled dot-product attention with grouped key/value heads, softmax in float32.
 
   On CPU an einsum with the buffer as [B, G, S, H] (a [B, S, G, H] buffer is several times slower
-  there); on accelerators `jax.nn.dot_product_attention`.
+  there); on accelerators `jax.nn.dot_product_attention`. The scores are multiplied by `scale`,
+  H**-0.5 by default.
   """
   if jax.default_backend() == "cpu":
-    return _attend_einsum(q, k, v, mask)
+    return _attend_einsum(q, k, v, mask, q.shape[-1]**-0.5 if scale is None else scale)
   return jax.nn.dot_product_attention(
-      q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), mask=mask[:, None])
+      q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), mask=mask[:, None], scale=scale)
 
 
-def _attend_einsum(q, k, v, mask):
+def _attend_einsum(q, k, v, mask, scale):
   B, T, N, H = q.shape
   G, S = k.shape[1:3]
   R = N // G
   grouped = q.reshape(B, T, G, R, H).transpose(0, 2, 1, 3, 4).reshape(B, G, T * R, H)
   scores = jnp.einsum("bgth,bgsh->bgts", grouped, k, preferred_element_type=jnp.float32)
   seen = jnp.broadcast_to(mask[:, None, :, None], (B, 1, T, R, S)).reshape(B, 1, T * R, S)
-  probs = jax.nn.softmax(jnp.where(seen, scores * H**-0.5, _MASKED), axis=-1)
+  probs = jax.nn.softmax(jnp.where(seen, scores * scale, _MASKED), axis=-1)
   out = jnp.einsum("bgts,bgsh->bgth", probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
   return out.astype(q.dtype).reshape(B, G, T, R, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
 

@@ -1,12 +1,17 @@
-"""The one dataclass that describes a decoder. Read by the loaders, the decoder and the exports."""
+"""The one dataclass that describes a decoder. Read by the loaders, the decoder and the exports.
+
+Every family is this dataclass with other values: what a family adds is a field here, never a class.
+hf_config.py reads and writes `config.json`.
+"""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spec_jax.errors import UserError
 
-_SUPPORTED = {"LlamaForCausalLM": "llama"}
+ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,11 +19,16 @@ class RopeScaling:
   """Scaling of the rotary frequencies.
 
   Attributes:
-    kind: "llama3" (smooth by wavelength, Llama 3.1) or "linear" (positions divided by factor).
+    kind: "llama3" (smooth by wavelength, Llama 3.1), "linear" (positions divided by factor) or
+      "yarn" (2309.00071: divided by factor below a ramp over the channels).
     factor: context extension factor.
     low_freq_factor: llama3 only; wavelengths above original/low_freq_factor are divided by factor.
     high_freq_factor: llama3 only; wavelengths below original/high_freq_factor are left alone.
-    original_max_position: llama3 only; the context length before extension.
+    original_max_position: llama3 and yarn; the context length before extension.
+    beta_fast: yarn only; channels that turn more often within the original length are left alone.
+    beta_slow: yarn only; channels that turn less often are divided by factor.
+    attention_factor: yarn only; cos and sin are multiplied by it. 0 means 0.1 ln(factor) + 1.
+    truncate: yarn only; the ends of the ramp are rounded outwards to whole channels.
   """
 
   kind: str
@@ -26,17 +36,37 @@ class RopeScaling:
   low_freq_factor: float = 1.0
   high_freq_factor: float = 4.0
   original_max_position: int = 8192
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  attention_factor: float = 0.0
+  truncate: bool = True
+
+  @property
+  def magnitude(self) -> float:
+    """What cos and sin are multiplied by."""
+    if self.kind != "yarn":
+      return 1.0
+    return self.attention_factor or yarn_magnitude(self.factor)
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+  """0.1 weight ln(factor) + 1 (2309.00071, section 3.4), 1 where nothing is extended."""
+  return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-  """Shape and constants of a decoder-only transformer of the Llama family.
+  """Shape and constants of a decoder-only transformer.
+
+  The defaults are a Llama. Norm weights are those that multiply: what a family stores as an offset
+  from one is added on reading (weights/names.py).
 
   Attributes:
-    architecture: family name, "llama".
+    architecture: family name, a key of the name maps: llama, mistral, qwen2, qwen3, qwen3_moe or
+      gemma3. Only reading and writing ask for it.
     vocab_size: V, rows of the embedding (may be padded beyond the tokenizer).
     hidden_size: D.
-    intermediate_size: F of the SwiGLU.
+    intermediate_size: F of the gated MLP.
     num_layers: decoder blocks.
     num_heads: N query heads.
     num_kv_heads: G key/value heads; N is a multiple of G.
@@ -51,6 +81,20 @@ class DecoderConfig:
     eos_ids: every id that ends a sequence.
     pad_id: -1 for none.
     vocab_real: R <= V, ids that really exist; ids >= R never leave the sampler. 0 means V.
+    qkv_bias: the projections to queries, keys and values have biases (Qwen2).
+    qk_norm: every query and key head has its RMSNorm before the rotation (Qwen3, Gemma 3).
+    sandwich_norms: attention and MLP have an RMSNorm behind them too (Gemma 3).
+    activation: of the MLP's gate, "silu" or "gelu_tanh".
+    embed_scale: the embedded tokens are multiplied by it, in the dtype of the embedding.
+    query_scalar: attention scores are divided by its square root. 0 means H.
+    sliding_window: a local layer sees so many positions, its own included. 0 for no local layers.
+    local_layers: [num_layers] which layers are local; () for none of them.
+    rope_local_theta: base of the rotary frequencies of local layers, which have no scaling. 0 for
+      the same frequencies as in the other layers.
+    num_experts: E of a mixture in place of the MLP; 0 for none.
+    experts_per_token: experts that each token is sent to.
+    expert_size: F of each expert.
+    norm_topk: the weights of a token's experts are divided by their sum.
   """
 
   vocab_size: int
@@ -71,6 +115,19 @@ class DecoderConfig:
   pad_id: int = -1
   vocab_real: int = 0
   architecture: str = "llama"
+  qkv_bias: bool = False
+  qk_norm: bool = False
+  sandwich_norms: bool = False
+  activation: str = "silu"
+  embed_scale: float = 1.0
+  query_scalar: float = 0.0
+  sliding_window: int = 0
+  local_layers: tuple[bool, ...] = ()
+  rope_local_theta: float = 0.0
+  num_experts: int = 0
+  experts_per_token: int = 0
+  expert_size: int = 0
+  norm_topk: bool = False
 
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:
@@ -80,6 +137,36 @@ class DecoderConfig:
       object.__setattr__(self, "vocab_real", self.vocab_size)
     if not 0 < self.vocab_real <= self.vocab_size:
       raise UserError(f"vocab_real={self.vocab_real} is not in 1..vocab_size={self.vocab_size}")
+    if self.activation not in ACTIVATIONS:
+      raise UserError(f"activation={self.activation!r} is not supported (only "
+                      f"{', '.join(ACTIVATIONS)})")
+    if not any(self.local_layers):
+      object.__setattr__(self, "local_layers", ())
+      object.__setattr__(self, "sliding_window", 0)
+    elif len(self.local_layers) != self.num_layers:
+      raise UserError(f"local_layers names {len(self.local_layers)} layers, "
+                      f"num_layers={self.num_layers}")
+    elif self.sliding_window < 1:
+      raise UserError(f"sliding_window={self.sliding_window} must be positive for the local layers "
+                      f"{[i for i, local in enumerate(self.local_layers) if local]}")
+    if self.num_experts and not 0 < self.experts_per_token <= self.num_experts:
+      raise UserError(f"experts_per_token={self.experts_per_token} is not in "
+                      f"1..num_experts={self.num_experts}")
+
+  def of_layers(self, layers: Sequence[int]) -> "DecoderConfig":
+    """The config of a stack made of these layers (0-based), in that order."""
+    local = tuple(self.local_layers[i] for i in layers) if self.local_layers else ()
+    return dataclasses.replace(self, num_layers=len(layers), local_layers=local)
+
+  def plain(self, num_layers: int) -> "DecoderConfig":
+    """A Llama of this width, heads, rotation and vocabulary: the layers of a drafter that reads the
+    target's states, whatever the target's own are made of."""
+    defaults = {f.name: f.default for f in dataclasses.fields(self) if f.name in _BEYOND_LLAMA}
+    return dataclasses.replace(self, num_layers=num_layers, **defaults)
+
+  def is_local(self, layer: int) -> bool:
+    """Whether a layer sees `sliding_window` positions only."""
+    return bool(self.local_layers) and self.local_layers[layer]
 
   @classmethod
   def from_hf(cls, hf: Mapping[str, Any]) -> "DecoderConfig":
@@ -88,94 +175,18 @@ class DecoderConfig:
     Raises:
       UserError: unknown architecture, an unsupported field value, or a missing field, by name.
     """
-    names = hf.get("architectures") or ["(none)"]
-    if names[0] not in _SUPPORTED:
-      raise UserError(
-          f"architectures={names[0]!r} is not supported (known: {', '.join(_SUPPORTED)})")
-    for field, only in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False),
-                        ("quantization_config", None), ("sliding_window", None)):
-      if hf.get(field, only) != only:
-        raise UserError(f"config.json field {field}={hf[field]!r} is not supported (only {only!r})")
-    try:
-      heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
-      eos = hf.get("eos_token_id")
-      return cls(
-          vocab_size=hf["vocab_size"],
-          hidden_size=hidden,
-          intermediate_size=hf["intermediate_size"],
-          num_layers=hf["num_hidden_layers"],
-          num_heads=heads,
-          num_kv_heads=hf.get("num_key_value_heads") or heads,
-          head_dim=hf.get("head_dim") or hidden // heads,
-          rope_theta=float(_rope(hf).get("rope_theta", hf.get("rope_theta", 10000.0))),
-          rope_scaling=_scaling_from_hf(_rope(hf)),
-          partial_rotary_factor=float(
-              _rope(hf).get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))),
-          rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-          max_position=hf.get("max_position_embeddings", 2048),
-          tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-          bos_id=_or(hf.get("bos_token_id"), -1),
-          eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-          pad_id=_or(hf.get("pad_token_id"), -1),
-          architecture=_SUPPORTED[names[0]],
-      )
-    except KeyError as error:
-      raise UserError(f"config.json has no field {error.args[0]!r}") from None
+    from spec_jax.models import hf_config
+
+    return cls(**hf_config.read(hf))
 
   def to_hf(self) -> dict[str, Any]:
-    """The fields of a stock `LlamaForCausalLM` `config.json`, inverse of `from_hf`."""
-    scaling = None
-    if self.rope_scaling is not None:
-      scaling = {"rope_type": self.rope_scaling.kind, "factor": self.rope_scaling.factor}
-      if self.rope_scaling.kind == "llama3":
-        scaling |= {
-            "low_freq_factor": self.rope_scaling.low_freq_factor,
-            "high_freq_factor": self.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": self.rope_scaling.original_max_position,
-        }
-    eos = list(self.eos_ids)
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": self.vocab_size,
-        "hidden_size": self.hidden_size,
-        "intermediate_size": self.intermediate_size,
-        "num_hidden_layers": self.num_layers,
-        "num_attention_heads": self.num_heads,
-        "num_key_value_heads": self.num_kv_heads,
-        "head_dim": self.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rope_theta": self.rope_theta,
-        "rope_scaling": scaling,
-        "partial_rotary_factor": self.partial_rotary_factor,
-        "rms_norm_eps": self.rms_norm_eps,
-        "max_position_embeddings": self.max_position,
-        "tie_word_embeddings": self.tie_embeddings,
-        "bos_token_id": None if self.bos_id < 0 else self.bos_id,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "pad_token_id": None if self.pad_id < 0 else self.pad_id,
-    }
+    """The fields of a stock `config.json` of the family, inverse of `from_hf`."""
+    from spec_jax.models import hf_config
+
+    return hf_config.write(self)
 
 
-def _or(value, default):
-  return default if value is None else value
-
-
-def _rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-  # transformers 4 wrote rope_scaling, transformers 5 writes rope_parameters.
-  return hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-
-
-def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
-  kind = rope.get("rope_type", rope.get("type", "default"))
-  if kind == "default":
-    return None
-  if kind == "linear":
-    return RopeScaling("linear", float(rope["factor"]))
-  if kind == "llama3":
-    return RopeScaling(
-        "llama3", float(rope["factor"]), float(rope["low_freq_factor"]),
-        float(rope["high_freq_factor"]), int(rope["original_max_position_embeddings"]))
-  raise UserError(f"rope_scaling type {kind!r} is not supported (only linear, llama3)")
+_BEYOND_LLAMA = {
+    "architecture", "qkv_bias", "qk_norm", "sandwich_norms", "activation", "embed_scale",
+    "query_scalar", "sliding_window", "local_layers", "rope_local_theta", "num_experts",
+    "experts_per_token", "expert_size", "norm_topk"}

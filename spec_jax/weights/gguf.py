@@ -1,7 +1,7 @@
 """Reads a GGUF file: config from its metadata, tensors dequantised one at a time.
 
-The `gguf` package parses and dequantises; this file knows what its llama architecture stores
-differently from the Hugging Face layout. Called by `open_checkpoint`.
+The `gguf` package parses and dequantises; this file knows what each architecture leaves unsaid, and
+what it stores differently from the Hugging Face layout. Called by `open_checkpoint`.
 """
 
 import dataclasses
@@ -18,7 +18,22 @@ from spec_jax.tokenizer import Tokenizer
 from spec_jax.weights import names
 from spec_jax.weights.resolve import Source, files_sha256
 
-_FAMILIES = {"llama": "llama"}
+# general.architecture -> DecoderConfig.architecture.
+_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe",
+             "gemma3": "gemma3"}
+_FIXED = {
+    "llama": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "qwen3_moe": {"qk_norm": True, "norm_topk": True},  # what llama.cpp computes for it
+    "gemma3": {"qk_norm": True, "sandwich_norms": True, "activation": "gelu_tanh"},
+}
+# Metadata of one value only, over that of every family.
+_ONLY = {
+    "attention.sliding_window": 0, "expert_count": 0, "expert_used_count": 0,
+    "attn_logit_softcapping": 0, "final_logit_softcapping": 0}
+_GEMMA_PATTERN = 6  # every sixth layer is global; older files do not say it
+_GEMMA_27B_LAYERS = 62  # the one size whose queries are scaled by D / N and not by H
 # llama.cpp pairs neighbouring channels in its rotary embedding for these; others pair halves, as
 # the Hugging Face layout does, and store q and k as they are.
 _PERMUTED = {"llama"}
@@ -59,7 +74,7 @@ class GgufCheckpoint:
     self.config = self._read_config()
     self._names = names.GGUF_NAMES[self.config.architecture]
     needed = tensor_shapes(self.config)
-    if self._names["rope_freqs"] in self._tensors:
+    if self._names.get("rope_freqs") in self._tensors:
       needed["rope_freqs"] = (self.config.head_dim // 2,)
     found = {name: tuple(int(n) for n in reversed(tensor.shape))
              for name, tensor in self._tensors.items()}
@@ -110,16 +125,19 @@ class GgufCheckpoint:
 
     heads, hidden = get("attention.head_count"), get("embedding_length")
     head_dim = get("attention.key_length", hidden // heads)
-    for name, only in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim),
-                       ("expert_count", 0), ("attention.sliding_window", 0)):
+    family = _FAMILIES[arch]
+    extras, read = self._extras(family, get, heads, hidden)
+    only_values = {"attention.value_length": head_dim, "rope.dimension_count": head_dim} | {
+        name: value for name, value in _ONLY.items() if name not in read}
+    for name, only in only_values.items():
       if (value := get(name, only)) != only:
         raise UserError(f"{where}: {arch}.{name}={value} is not supported (only {only})")
-    embed = names.GGUF_NAMES[_FAMILIES[arch]]["embed"]
+    embed = names.GGUF_NAMES[family]["embed"]
     if embed not in self._tensors:
       raise UserError(f"{where} has no tensor {embed}")
     tokenizer = self.tokenizer()
     config = DecoderConfig(
-        architecture=_FAMILIES[arch],
+        architecture=family,
         vocab_size=int(self._tensors[embed].shape[-1]),
         hidden_size=hidden,
         intermediate_size=get("feed_forward_length"),
@@ -135,20 +153,53 @@ class GgufCheckpoint:
         bos_id=tokenizer.bos_id,
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
+        **_FIXED[family] | extras,
     )
     if tokenizer.vocab_size > config.vocab_size:
       raise UserError(f"{where}: {tokenizer.vocab_size} tokens for an embedding of "
                       f"{config.vocab_size} rows")
     return dataclasses.replace(config, vocab_real=tokenizer.vocab_size)
 
+  def _extras(self, family: str, get, heads: int, hidden: int) -> tuple[dict[str, Any], set[str]]:
+    """Fields that one family has, and the metadata they were read from."""
+    if family == "qwen3_moe":
+      return {"num_experts": get("expert_count"), "experts_per_token": get("expert_used_count"),
+              "expert_size": get("expert_feed_forward_length")}, {
+                  "expert_count", "expert_used_count"}
+    if family == "gemma3":
+      layers, window = get("block_count"), get("attention.sliding_window")
+      pattern = get("attention.sliding_window_pattern", _GEMMA_PATTERN)
+      local = (tuple(bool(x) for x in pattern) if isinstance(pattern, list) else
+               tuple((i + 1) % pattern != 0 for i in range(layers)))
+      wide = get("attention.key_length", hidden // heads)
+      return {"sliding_window": window, "local_layers": local, "embed_scale": hidden**0.5,
+              "rope_local_theta": _shortest(get("rope.freq_base_swa", 10000.0)),
+              "query_scalar": float(
+                  hidden // heads if layers == _GEMMA_27B_LAYERS else wide)}, {
+                      "attention.sliding_window"}
+    return {}, set()
+
   def _read_scaling(self, arch: str) -> RopeScaling | None:
     kind = self._get(f"{arch}.rope.scaling.type", "none")
     if kind == "none":
       return None
-    if kind != "linear":
+    if kind not in ("linear", "yarn"):
       raise UserError(f"{self.source.path}: {arch}.rope.scaling.type={kind!r} is not supported "
-                      "(only none, linear)")
-    return RopeScaling("linear", _shortest(self._get(f"{arch}.rope.scaling.factor")))
+                      "(only none, linear, yarn)")
+    factor = _shortest(self._get(f"{arch}.rope.scaling.factor"))
+    if kind == "linear":
+      return RopeScaling("linear", factor)
+    for name, only in (("attn_factor", 1.0), ("yarn_ext_factor", 1.0), ("yarn_attn_factor", 1.0),
+                       ("yarn_log_multiplier", 0.0)):
+      if (value := self._get(f"{arch}.rope.scaling.{name}", only)) != only:
+        raise UserError(f"{self.source.path}: {arch}.rope.scaling.{name}={value} is not supported "
+                        f"(only {only})")
+    number = lambda name, default: _shortest(self._get(f"{arch}.rope.scaling.{name}", default))
+    original = self._get(f"{arch}.rope.scaling.original_context_length",
+                         self._get(f"{arch}.context_length"))
+    return RopeScaling("yarn", factor, original_max_position=original,
+                       beta_fast=number("yarn_beta_fast", 32.0),
+                       beta_slow=number("yarn_beta_slow", 1.0))
 
   def _get(self, key: str, *default: Any) -> Any:
     field = self._reader.fields.get(key)

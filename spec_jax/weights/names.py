@@ -39,9 +39,48 @@ _LLAMA_GGUF = {
     "rope_freqs": "rope_freqs.weight",
 }
 
+_DENSE = ("layers.{i}.w_gate", "layers.{i}.w_up", "layers.{i}.w_down")
+
+
+def _without(names: Mapping[str, str], left_out: tuple[str, ...]) -> dict[str, str]:
+  return {name: stored for name, stored in names.items() if name not in left_out}
+
+
+_QWEN2_HF = _LLAMA_HF | {
+    f"layers.{{i}}.b{x}": f"model.layers.{{i}}.self_attn.{x}_proj.bias" for x in "qkv"}
+_QWEN3_HF = _LLAMA_HF | {
+    f"layers.{{i}}.{x}_norm": f"model.layers.{{i}}.self_attn.{x}_norm.weight" for x in "qk"}
+# {e}: one stored tensor for each expert, which make one array here.
+_QWEN3_MOE_HF = _without(_QWEN3_HF, _DENSE) | {
+    "layers.{i}.router": "model.layers.{i}.mlp.gate.weight",
+    **{f"layers.{{i}}.experts_{x}": f"model.layers.{{i}}.mlp.experts.{{e}}.{x}_proj.weight"
+       for x in ("gate", "up", "down")}}
+_GEMMA3_HF = _QWEN3_HF | {
+    "layers.{i}.attn_post_norm": "model.layers.{i}.post_attention_layernorm.weight",
+    "layers.{i}.mlp_norm": "model.layers.{i}.pre_feedforward_layernorm.weight",
+    "layers.{i}.mlp_post_norm": "model.layers.{i}.post_feedforward_layernorm.weight"}
+
+_PLAIN_GGUF = _without(_LLAMA_GGUF, ("rope_freqs",))
+_QWEN2_GGUF = _PLAIN_GGUF | {f"layers.{{i}}.b{x}": f"blk.{{i}}.attn_{x}.bias" for x in "qkv"}
+_QWEN3_GGUF = _PLAIN_GGUF | {
+    f"layers.{{i}}.{x}_norm": f"blk.{{i}}.attn_{x}_norm.weight" for x in "qk"}
+_QWEN3_MOE_GGUF = _without(_QWEN3_GGUF, _DENSE) | {
+    "layers.{i}.router": "blk.{i}.ffn_gate_inp.weight",
+    **{f"layers.{{i}}.experts_{x}": f"blk.{{i}}.ffn_{x}_exps.weight"
+       for x in ("gate", "up", "down")}}
+_GEMMA3_GGUF = _QWEN3_GGUF | {
+    "layers.{i}.attn_post_norm": "blk.{i}.post_attention_norm.weight",
+    "layers.{i}.mlp_post_norm": "blk.{i}.post_ffw_norm.weight"}
+
 # DecoderConfig.architecture -> map.
-HF_NAMES = {"llama": _LLAMA_HF}
-GGUF_NAMES = {"llama": _LLAMA_GGUF}
+HF_NAMES = {"llama": _LLAMA_HF, "mistral": _LLAMA_HF, "qwen2": _QWEN2_HF, "qwen3": _QWEN3_HF,
+            "qwen3_moe": _QWEN3_MOE_HF, "gemma3": _GEMMA3_HF}
+GGUF_NAMES = {"llama": _LLAMA_GGUF, "qwen2": _QWEN2_GGUF, "qwen3": _QWEN3_GGUF,
+              "qwen3_moe": _QWEN3_MOE_GGUF, "gemma3": _GEMMA3_GGUF}
+
+# Families whose Hugging Face folders store norm weights as what is added to one. GGUF files, and
+# everything here, hold the sum.
+HF_NORMS_LESS_ONE = {"gemma3"}
 
 # Buffers that old exports stored and that follow from the config.
 IGNORED_HF_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -51,8 +90,18 @@ def stored_name(names: Mapping[str, str], canonical: str) -> str:
   """The name a canonical tensor has in a file, e.g. "layers.3.wq" -> "blk.3.attn_q.weight"."""
   parts = canonical.split(".")
   if parts[0] == "layers" and len(parts) == 3:
-    return names[f"layers.{{i}}.{parts[2]}"].format(i=parts[1])
+    return names[f"layers.{{i}}.{parts[2]}"].replace("{i}", parts[1])
   return names[canonical]
+
+
+def stored_parts(
+    names: Mapping[str, str], canonical: str, shape: tuple[int, ...],
+) -> dict[str, tuple[int, ...]]:
+  """The stored tensors that make up a canonical one, in order, and their shapes."""
+  name = stored_name(names, canonical)
+  if "{e}" not in name:
+    return {name: shape}
+  return {name.format(e=e): shape[1:] for e in range(shape[0])}
 
 
 def check_tensors(
@@ -73,7 +122,9 @@ def check_tensors(
     UserError: names the tensor that is missing, has another shape, or is not known. A tensor that
       is not known (a bias, an expert) changes what the model computes, so it is not skipped.
   """
-  wanted = {stored_name(names, name): shape for name, shape in needed.items()}
+  wanted: dict[str, tuple[int, ...]] = {}
+  for name, shape in needed.items():
+    wanted |= stored_parts(names, name, shape)
   for name, shape in wanted.items():
     if name not in found:
       raise UserError(f"{where} has no tensor {name}")

@@ -37,7 +37,8 @@ _INERT = {
     "transformers_version", "use_cache"}
 _METHOD = ("block_size", "mask_token_id", "target_layer_ids")  # of the block drafters
 _ROPE = {"rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "rope_theta",
-         "original_max_position_embeddings", "partial_rotary_factor"}
+         "original_max_position_embeddings", "partial_rotary_factor", "beta_fast", "beta_slow",
+         "attention_factor", "mscale", "mscale_all_dim", "truncate"}
 # Switches of public trainers and servers -> the one value that is computed here.
 _ONLY = {"use_sliding_window": False, "pretraining_tp": 1}
 _EAGLE3_ONLY = _ONLY | {

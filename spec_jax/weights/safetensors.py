@@ -18,6 +18,7 @@ import safetensors.numpy
 from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig, RopeScaling
 from spec_jax.models.decoder import rope_inverse_frequencies, tensor_shapes
+from spec_jax.models.hf_config import check_model_type
 from spec_jax.tokenizer import Tokenizer
 from spec_jax.weights import names
 from spec_jax.weights.resolve import Source, files_sha256
@@ -41,7 +42,9 @@ class FolderCheckpoint:
     folder = source.path
     self._tokenizer = Tokenizer.from_folder(folder)
     try:
-      config = DecoderConfig.from_hf(_read_object(folder / "config.json"))
+      fields = _read_object(folder / "config.json")
+      check_model_type(fields)
+      config = DecoderConfig.from_hf(fields)
     except UserError as error:
       raise UserError(f"{folder}: {error}") from None
     if self._tokenizer.vocab_size > config.vocab_size:
@@ -56,6 +59,7 @@ class FolderCheckpoint:
         vocab_real=self._tokenizer.vocab_size,
     )
     self._names = names.HF_NAMES[config.architecture]
+    self._less_one = config.architecture in names.HF_NORMS_LESS_ONE
     needed = tensor_shapes(self.config)
     found = self._shapes()
     head = self._names["head"]
@@ -78,7 +82,15 @@ class FolderCheckpoint:
     Args:
       name: canonical.
     """
-    return self._load(names.stored_name(self._names, name)).astype(np.float32)
+    shape = self._needed[name]
+    parts = names.stored_parts(self._names, name, shape)
+    if len(parts) == 1:
+      value = self._load(next(iter(parts))).astype(np.float32).reshape(shape)
+    else:  # into place, so that the experts are not held twice
+      value = np.empty(shape, np.float32)
+      for row, stored in zip(value, parts, strict=True):
+        row[...] = self._load(stored)
+    return value + np.float32(1) if self._less_one and name.endswith("norm") else value
 
   def tokenizer(self) -> Tokenizer:
     """The tokenizer of the folder."""
@@ -144,12 +156,16 @@ def write_folder(
   if (freqs := tensors.pop("rope_freqs", None)) is not None:
     config = dataclasses.replace(config, rope_scaling=_scaling_of(np.asarray(freqs), config))
   family = names.HF_NAMES[config.architecture]
-  stored = {}
+  stored: dict[str, np.ndarray] = {}
   for name, value in tensors.items():
     try:
-      stored[names.stored_name(family, name)] = value
+      parts = names.stored_parts(family, name, np.shape(value))
     except KeyError:
       raise UserError(f"tensor {name} has no place in a {config.architecture} folder") from None
+    if config.architecture in names.HF_NORMS_LESS_ONE and name.endswith("norm"):
+      value = np.asarray(value, np.float32) - np.float32(1)
+    whole = np.shape(value) in parts.values()
+    stored |= zip(parts, [value] if whole else value, strict=True)
   found = {name: tuple(np.shape(value)) for name, value in stored.items()}
   names.check_tensors(tensor_shapes(config), found, family, str(path))
   path.mkdir(parents=True, exist_ok=True)

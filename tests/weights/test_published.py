@@ -516,7 +516,7 @@ def test_which_folders_are_published(written, tmp_path):
     ("eagle3", dict(attention_bias=True), "attention_bias=True"),
     ("eagle3", dict(mlp_bias=True), "mlp_bias=True"),
     ("eagle3", dict(quantization_config={"bits": 4}), "quantization_config"),
-    ("eagle3", dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "'yarn' is not supported"),
+    ("eagle3", dict(rope_scaling={"rope_type": "longrope", "factor": 4.0}), "'longrope' is not"),
     ("eagle3", dict(rope_scaling={"rope_type": "default", "mrope_section": [1]}),
      r"rope_scaling.mrope_section=\[1\] is not known"),
     ("eagle3", dict(rope_parameters={"rope_theta": 1.0}, rope_scaling={"rope_type": "linear"}),

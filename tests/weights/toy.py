@@ -19,6 +19,9 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # Pairs in the alphabet of byte-level encoding, where a space is the letter G with a dot above.
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("\u0120", "t"), ("1", "2"),
           ("<", "|"), ("u", "s"), ("e", "r"), ("us", "er")]
+# DecoderConfig.architecture -> general.architecture of a GGUF file.
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
+                 "gemma3": "gemma3"}
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content']"
     " + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -85,17 +88,19 @@ def write_gguf(
     pre: str = "gpt-2",
     add_bos: bool = False,
     raw: dict[str, tuple[np.ndarray, GGMLQuantizationType]] | None = None,
-    arch: str = "llama",
+    arch: str | None = None,
     extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
-  """Writes a file as a converter of Llama weights does: q and k interleaved, norms in float32.
+  """Writes a file as a converter of such weights does: q and k of a Llama interleaved, norms in
+  float32 and whole.
 
   Args:
+    cfg: its architecture is what counts, unless `arch` names another one.
     kinds: tensor type for every matrix, or canonical name -> type (F32 otherwise).
     raw: canonical name -> bytes already quantised, and their type.
     extra: stored name -> further tensors.
   """
-  writer = gguf.GGUFWriter(path, arch)
+  writer = gguf.GGUFWriter(path, arch or ARCHITECTURES[cfg.architecture])
   writer.add_block_count(cfg.num_layers)
   writer.add_context_length(cfg.max_position)
   writer.add_embedding_length(cfg.hidden_size)
@@ -105,6 +110,16 @@ def write_gguf(
   writer.add_key_length(cfg.head_dim)
   writer.add_rope_freq_base(cfg.rope_theta)
   writer.add_layer_norm_rms_eps(cfg.rms_norm_eps)
+  if cfg.sliding_window:
+    writer.add_sliding_window(cfg.sliding_window)
+  if cfg.num_experts:
+    writer.add_expert_count(cfg.num_experts)
+    writer.add_expert_used_count(cfg.experts_per_token)
+    writer.add_expert_feed_forward_length(cfg.expert_size)
+  if cfg.rope_scaling is not None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType(cfg.rope_scaling.kind))
+    writer.add_rope_scaling_factor(cfg.rope_scaling.factor)
+    writer.add_rope_scaling_orig_ctx_len(cfg.rope_scaling.original_max_position)
   tokens = vocabulary() if tokens is None else tokens
   types = [3] * len(SPECIALS) + [1] * (len(tokens) - len(SPECIALS))
   writer.add_tokenizer_model("gpt2")
@@ -117,15 +132,15 @@ def write_gguf(
   writer.add_pad_token_id(0)
   writer.add_add_bos_token(add_bos)
   writer.add_chat_template(CHATML)
-  stored = names.GGUF_NAMES["llama"]
+  stored = names.GGUF_NAMES[cfg.architecture]
   for name, value in values.items():
     if raw and name in raw:
       data, kind = raw[name]
       writer.add_tensor(names.stored_name(stored, name), data, raw_dtype=kind)
       continue
-    if name.endswith(".wq"):
+    if cfg.architecture == "llama" and name.endswith(".wq"):
       value = interleave(value, cfg.num_heads)
-    if name.endswith(".wk"):
+    if cfg.architecture == "llama" and name.endswith(".wk"):
       value = interleave(value, cfg.num_kv_heads)
     kind = (kinds if value.ndim == 2 else "F32") if isinstance(kinds, str) else kinds.get(
         name, "F32")

@@ -1,0 +1,84 @@
+"""The mixture of experts that some families have in place of an MLP. Called by decoder.py.
+
+Dropless: every token reaches each of its experts, whatever the others do, so a token's output does
+not depend on its company. All shapes are static under jit.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def route(
+    logits: Float[Array, "M E"], per_token: int, norm_topk: bool,
+) -> tuple[Float[Array, "M K"], Int[Array, "M K"]]:
+  """Weights and ids of each token's experts: the K largest of a softmax over all of them.
+
+  Args:
+    logits: of the router.
+    per_token: K.
+    norm_topk: the weights are divided by their sum.
+  """
+  weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), -1), per_token)
+  if norm_topk:
+    weights = weights / jnp.sum(weights, -1, keepdims=True)
+  return weights, chosen
+
+
+def experts(
+    x: Float[Array, "M D"], weights: Float[Array, "M K"], chosen: Int[Array, "M K"],
+    gate: Float[Array, "E F D"], up: Float[Array, "E F D"], down: Float[Array, "E D F"], act,
+) -> Float[Array, "M D"]:
+  """The weighted sum of each token's gated MLPs, float32.
+
+  Few tokens (decoding) read the matrices of their experts, at most as many as there are. Many
+  tokens (prefill, training) go on accelerators through a grouped product, sorted by expert; on CPU,
+  where XLA turns that one into E products of everything, through all experts in turn.
+  """
+  assigned, E = chosen.size, gate.shape[0]
+  x = x.astype(gate.dtype)
+  if assigned <= E:
+    return _gathered(x, weights, chosen, gate, up, down, act)
+  if jax.default_backend() == "cpu":
+    return _in_turn(x, weights, chosen, gate, up, down, act)
+  return _grouped(x, weights, chosen, gate, up, down, act)
+
+
+def _wide(dtype):
+  return jnp.promote_types(dtype, jnp.float32)
+
+
+def _gathered(x, weights, chosen, gate, up, down, act):
+  M, K = chosen.shape
+  rows, ids = jnp.repeat(x, K, 0), chosen.reshape(-1)
+  product = lambda a, w: jnp.einsum(
+      "nd,nfd->nf", a.astype(w.dtype), w[ids], preferred_element_type=_wide(w.dtype))
+  out = product(act(product(rows, gate)) * product(rows, up), down)
+  return jnp.sum(out.reshape(M, K, -1) * weights[..., None], 1)
+
+
+def _in_turn(x, weights, chosen, gate, up, down, act):
+  product = lambda a, w: jax.lax.dot_general(
+      a.astype(w.dtype), w, (((1,), (1,)), ((), ())), preferred_element_type=_wide(w.dtype))
+
+  @jax.checkpoint  # else the gradient holds the inner states of every expert for every token
+  def add(total, expert):
+    i, gate, up, down = expert
+    share = jnp.sum(jnp.where(chosen == i, weights, 0.0), -1, keepdims=True)
+    return total + share * product(act(product(x, gate)) * product(x, up), down), None
+
+  zeros = jnp.zeros(x.shape, _wide(x.dtype))
+  return jax.lax.scan(add, zeros, (jnp.arange(gate.shape[0]), gate, up, down))[0]
+
+
+def _grouped(x, weights, chosen, gate, up, down, act):
+  M, K = chosen.shape
+  order = jnp.argsort(chosen.reshape(-1))
+  sizes = jnp.bincount(chosen.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
+  dims = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+  product = lambda a, w: jax.lax.ragged_dot_general(
+      a.astype(w.dtype), w, sizes, dims, preferred_element_type=_wide(w.dtype))
+  rows = x[order // K]
+  out = product(act(product(rows, gate)) * product(rows, up), down)
+  out = out * weights.reshape(-1)[order, None]
+  return jnp.zeros((M, x.shape[1]), out.dtype).at[order // K].add(out)
