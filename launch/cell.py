@@ -17,6 +17,7 @@ import dataclasses
 import datetime
 import fcntl
 import json
+import math
 import os
 import shlex
 import signal
@@ -108,22 +109,24 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def locked(path: Path, wait: bool) -> Iterator[int | None]:
-  """Holds the lock of a file; yields its descriptor, or None when it is held and `wait` is false.
+def locked(path: Path, patience: float = math.inf) -> Iterator[int | None]:
+  """Holds the lock of a file; yields its descriptor, or None when another process holds it for
+  `patience` seconds.
 
   The descriptor goes to the child processes that work under the lock, so that it lasts as long as
   any of them.
   """
   path.parent.mkdir(parents=True, exist_ok=True)
   descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+  end = time.monotonic() + patience
+  held = False
   try:
-    held = False
     while not held:
       try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         held = True
       except BlockingIOError:
-        if not wait:
+        if time.monotonic() >= end:
           break
         time.sleep(_POLL_S)
       except OSError as error:
@@ -138,7 +141,7 @@ def is_locked(path: Path) -> bool:
   """Whether some process holds the lock of a file."""
   if not path.exists():
     return False
-  with locked(path, wait=False) as held:
+  with locked(path, 0.0) as held:
     return held is None
 
 
@@ -152,15 +155,17 @@ class Runner:
     self.cell, self.launch = cell, launch
     self.step = shlex.split(step)
     self.child: subprocess.Popen | None = None
+    self.starting = False
     self.signum = 0
 
   def stop(self, signum: int, frame: Any) -> None:
     """Signal handler: the child is asked to end, and whatever waits gives up."""
     del frame
     self.signum = signum
-    if self.child is None:
+    if self.child is not None:
+      self.child.send_signal(signal.SIGTERM)
+    elif not self.starting:
       raise Stopped
-    self.child.send_signal(signal.SIGTERM)
 
   def note(self, state: str, **more: Any) -> None:
     """Writes cell.json."""
@@ -184,10 +189,13 @@ class Runner:
       file.write(f"$ {shlex.join(words)}\n".encode())
       file.flush()
       before[log] = file.tell()
-      with _uninterrupted():  # a signal between the start and the assignment would miss the child
-        self.child = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-            pass_fds=locks, start_new_session=True, preexec_fn=_take_signals)
+      self.starting = True  # a signal now would miss the child
+      self.child = subprocess.Popen(
+          words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, pass_fds=locks,
+          start_new_session=True)
+      self.starting = False
+      if self.signum:
+        self.child.send_signal(signal.SIGTERM)
       status = self.child.wait()
       self.child = None
     if self.signum:
@@ -210,7 +218,7 @@ class Runner:
       return
     self.note("waiting", stage=stage)
     failure = folder.with_name(f"{folder.name}.failed")
-    with locked(lock, wait=True) as held:
+    with locked(lock) as held:
       if _complete(folder):
         return
       known = _failure(failure)
@@ -251,7 +259,8 @@ def run_cell(cell: Cell, launch: str = "", step: str = "") -> int:
   runner = Runner(cell, launch, step)
   before = {s: signal.signal(s, runner.stop) for s in (signal.SIGTERM, signal.SIGINT)}
   try:
-    with locked(cell.folder / ".lock", wait=False) as held:
+    # A look at the state takes the lock for a moment.
+    with locked(cell.folder / ".lock", 1.0) as held:
       if held is None:
         print(f"{cell.name}: another process runs this cell")
         return ELSEWHERE
@@ -321,21 +330,6 @@ def _failure(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
   except (OSError, ValueError):
     return {}
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-  signums = (signal.SIGTERM, signal.SIGINT)
-  signal.pthread_sigmask(signal.SIG_BLOCK, signums)
-  try:
-    yield
-  finally:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signums)
-
-
-def _take_signals() -> None:
-  """In the child: the mask of `_uninterrupted` would be inherited."""
-  signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
 
 
 def main() -> None:
