@@ -170,7 +170,8 @@ def job_set(options: Options, name: str, words: Sequence[str]) -> dict[str, Any]
   if options.spot:
     selector["cloud.google.com/gke-spot"] = "true"
   container: dict[str, Any] = {
-      "name": "run", "image": options.image, "command": list(words),
+      "name": "run", "image": options.image,
+      "command": [word.replace("$(", "$$(") for word in words],  # $(NAME) would be a variable
       "resources": {"limits": {resource: chips}, "requests": {resource: chips}}}
   pod: dict[str, Any] = {
       "restartPolicy": "Never",  # the set restarts as a whole: JAX cannot take back a lost process
