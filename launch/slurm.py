@@ -157,7 +157,15 @@ def array_script(options: Options, root: Path, names: Sequence[str], launch: str
   """The job array of a sweep: task i runs cell i, its stages as steps of the job.
 
   `launch.cell` runs on the first host and holds the locks; each stage is a step of srun.
+
+  Raises:
+    UserError: several processes for a cell, or a folder with spaces in its name.
   """
+  if options.nodes * options.processes > 1:
+    raise UserError(f"--slurm_nodes={options.nodes} --slurm_processes={options.processes}: a cell "
+                    "of a sweep is one process so far")
+  if len(str(root).split()) > 1:
+    raise UserError(f"--workdir={root}: sbatch takes no spaces in it")
   cells = " ".join(shlex.quote(name) for name in names)
   step = step_words(options, f"{root}/cells/@CELL@/log-%t.txt")
   body = [
@@ -237,11 +245,6 @@ def launch(options: Options, root: Path, names: Sequence[str], launch_id: str) -
     UserError: a bad option, several processes, or sbatch refuses.
   """
   check(options)
-  if options.nodes * options.processes > 1:
-    raise UserError(f"--slurm_nodes={options.nodes} --slurm_processes={options.processes}: a cell "
-                    "of a sweep is one process so far")
-  if len(str(root).split()) > 1:
-    raise UserError(f"--workdir={root}: sbatch takes no spaces in it")
   live = cell_states(root)
   todo = []
   for name in names:
@@ -255,10 +258,10 @@ def launch(options: Options, root: Path, names: Sequence[str], launch_id: str) -
   if not todo:
     print("nothing to submit")
     return 0
+  script = array_script(options, root, todo, launch_id)
   (root / "logs").mkdir(exist_ok=True)
   for name in todo:  # srun opens the logs of the ranks before the cell makes its folder
     (root / "cells" / name).mkdir(parents=True, exist_ok=True)
-  script = array_script(options, root, todo, launch_id)
   (root / "sbatch.sh").write_text(script, encoding="utf-8")
   job = submit(script)
   with open(root / _JOBS, "a", encoding="utf-8") as file:

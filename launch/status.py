@@ -175,6 +175,9 @@ def watch(root: Path, seconds: float) -> None:
   """
   if seconds < 0:
     raise UserError(f"--watch={seconds} must be >= 0")
+  if cell_lib.load_sweep(root).get("launcher") == "gke":
+    print("the cells write to their bucket, not to this folder; `kubectl get jobsets` knows their "
+          "state")
   states = read(root)
   if not seconds:
     show(states, Console())

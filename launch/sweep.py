@@ -224,17 +224,21 @@ def finish(root: Path, sweep: grid.Sweep, planned: Sequence[Planned]) -> None:
     text = sweep.analyse(runs)
     (root / "analysis.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
-  compare(root, list(runs.values()))
+  # A sweep over the measurement itself compares runs that compare otherwise refuses to.
+  measured = any(field.split(".")[0] in ("target", "evaluate")
+                 for cell in planned for field in cell.overrides)
+  compare(root, list(runs.values()), ["--allow_different"] if measured else [])
 
 
-def compare(root: Path, runs: Sequence[Path]) -> None:
-  """Calls `python -m launch.compare` on finished runs."""
+def compare(root: Path, runs: Sequence[Path], more: Sequence[str] = ()) -> None:
+  """Calls `python -m launch.compare` on finished runs, with `more` flags."""
   if len(runs) < 2:
     print(f"{len(runs)} finished cells: nothing to compare")
   elif importlib.util.find_spec("launch.compare") is None:
     print("launch.compare is not installed: no table over the cells")
   else:
-    words = [sys.executable, "-m", "launch.compare", *map(str, runs), f"--out={root / 'compare'}"]
+    words = [sys.executable, "-m", "launch.compare", *map(str, runs), f"--out={root / 'compare'}",
+             *more]
     done = subprocess.run(words, check=False)
     if done.returncode:
       print(f"launch.compare ended with status {done.returncode}: {shlex.join(words)}")

@@ -15,6 +15,7 @@ from launch import grid, local, status, sweep
 from spec_jax.errors import UserError
 from tests.launch import fakes
 from train_drafter import __main__ as cli
+from train_drafter import manifest
 
 ROOT = Path(__file__).parents[2]
 LOSSES = grid.axis("train.loss", "ce", "fkl")
@@ -129,14 +130,15 @@ def test_shared_stages_are_made_once_and_done_cells_stay(tmp_path, capsys):
 def test_a_failed_cell_says_why_and_stops_no_other(tmp_path, capsys):
   root, names, launch = fakes.write(tmp_path, [
     {"train.loss": "ce", "prompts.system": "fail=train"},
-    {"train.loss": "tv", "prompts.system": "crash=train"}, {"train.loss": "fkl"}])
-  assert local.launch(root, names, launch) == 1
-  bad, dead, good = status.read(root)
+    {"train.loss": "fkl"}, {"train.loss": "tv", "prompts.system": "crash=train"}])
+  assert local.launch(root, names[:2], launch) == 1
+  assert cell_lib.run_cell(cells_of(root)[names[2]], launch) == cell_lib.FAILED
+  bad, good, dead = status.read(root)
   assert (bad.state, bad.note, good.state) == ("failed", "train.field=1 is wrong", "done")
   assert (dead.state, dead.note) == ("failed", "stage train was killed by SIGKILL")
   out = capsys.readouterr().out
   assert f"{names[0]}: failed: train.field=1 is wrong" in out and "log.txt" in out
-  assert f"{names[2]}: done" in out
+  assert f"{names[1]}: done" in out
 
 
 def test_a_shared_stage_that_fails_is_tried_once_in_a_launch(tmp_path):
@@ -230,6 +232,17 @@ def test_inputs_that_changed_are_refused(tmp_path):
   assert "its inputs have changed" in status.read(root)[0].note
 
 
+def test_a_refused_stage_behind_a_link_leaves_no_claim(tmp_path):
+  shared, link = tmp_path / "stages" / "train-1", tmp_path / "cell" / "train"
+  shared.mkdir(parents=True)
+  link.parent.mkdir()
+  cell_lib._link(link, shared)
+  manifest.begin(link, stage="train", config={})
+  assert manifest.withdraw(link) and not shared.exists()
+  shared.mkdir()  # as the next cell does
+  assert not manifest.begin(link, stage="train", config={"other": 1}).complete
+
+
 def test_the_estimate_of_tau():
   assert status.estimate({"greedy_match": 0.5}, 2) == 1.75
   assert status.estimate({"greedy_match": 0.5, "greedy_match_tau": 2.5}, 2) == 2.5
@@ -241,6 +254,26 @@ def test_the_table_counts_the_states(capsys):
   status.show(states, Console(width=100))
   out = capsys.readouterr().out
   assert "2 cells: 1 done, 1 failed" in out and "a[b]" in out and "no [x]" in out
+
+
+def test_finished_cells_are_compared(tmp_path, capsys, monkeypatch):
+  runs, called = [tmp_path / "a", tmp_path / "b"], []
+  sweep.compare(tmp_path, runs[:1])
+  assert "nothing to compare" in capsys.readouterr().out
+
+  def run(words, check):
+    called.append(words[1:])
+    return subprocess.CompletedProcess(words, 3)
+
+  monkeypatch.setattr(sweep.subprocess, "run", run)
+  monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda name: None)
+  sweep.compare(tmp_path, runs)
+  assert not called and "launch.compare is not installed" in capsys.readouterr().out
+  monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda name: name)
+  sweep.compare(tmp_path, runs, ["--x"])
+  assert called == [["-m", "launch.compare", *map(str, runs), f"--out={tmp_path / 'compare'}",
+                     "--x"]]
+  assert "launch.compare ended with status 3" in capsys.readouterr().out
 
 
 def test_the_analysis_of_a_sweep_reads_finished_cells(tmp_path, capsys, monkeypatch):
