@@ -10,17 +10,13 @@ config is refused.
 
 import dataclasses
 import datetime
-import difflib
 import importlib
-import importlib.util
 import json
 import re
 import shlex
 import sys
 import time
-import traceback
-import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +25,7 @@ from ml_collections import config_flags
 
 from spec_jax import command, platform
 from spec_jax.errors import UserError
-from train_drafter import manifest
+from train_drafter import config_file, manifest
 from train_drafter.progress import clock_text
 
 STAGES = ("prompts", "generate", "extract", "train", "evaluate", "export", "report")
@@ -102,7 +98,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> Options:
   for name in ("config", "workdir"):
     if not values[name].value:
       raise UserError(f"--{name} is needed")
-  _settle_tuples(values.config)
+  config_file.settle_tuples(values.config)
   stage = values.stage
   return Options(
     config=values.config,
@@ -214,79 +210,17 @@ class _ConfigParser(flags.ArgumentParser):
   def parse(self, argument: str) -> Any:
     """Returns get_config() of the file, or get_config(argument) of `file.py:argument`."""
     path, *arguments = argument.split(":", 1)
-    config = _load(path, arguments)
-    names = dict(_fields(config))
+    config = config_file.load(path, arguments)
+    names = dict(config_file.fields(config))
     for arg in self._values.read_flags_from_files(list(self._argv), force_gnu=False):
       override = re.match(r"--?(?:no)?config\.([^=]*)", arg)
       if override and names.get(override[1], True):
-        raise UserError(_wrong_field(override[1], names))
+        raise UserError(config_file.wrong_field(override[1], names))
     return config
 
   def flag_type(self) -> str:
     """The type shown by --help."""
     return "config file"
-
-
-def _load(path: str, arguments: Sequence[str]) -> Any:
-  if not Path(path).is_file():
-    raise UserError(f"--config={path}: no such file")
-  spec = importlib.util.spec_from_file_location("config_file", path)
-  if spec is None:
-    raise UserError(f"--config={path}: not a Python file")
-  module = importlib.util.module_from_spec(spec)
-  try:
-    spec.loader.exec_module(module)
-    config = module.get_config(*arguments)
-  except UserError:
-    raise
-  except Exception as error:
-    own = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
-    line = getattr(error, "lineno", None) or (own[-1] if own else 0)
-    reason = " ".join(str(error).split())
-    raise UserError(f"{path}:{line}: {type(error).__name__}: {reason}") from error
-  if not dataclasses.is_dataclass(config):
-    raise UserError(f"{path}: get_config() returned {type(config).__name__}, not a dataclass")
-  return config
-
-
-def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
-  """Dotted name of every field, and whether it is a group of fields."""
-  for field in dataclasses.fields(config):
-    value = getattr(config, field.name)
-    group = dataclasses.is_dataclass(value)
-    yield prefix + field.name, group
-    if group:
-      yield from _fields(value, f"{prefix}{field.name}.")
-
-
-def _settle_tuples(config: Any, prefix: str = "") -> None:
-  """Gives the elements of every `tuple[T, ...]` field their type, which the flags leave open."""
-  for field in dataclasses.fields(config):
-    name, value = prefix + field.name, getattr(config, field.name)
-    if dataclasses.is_dataclass(value):
-      _settle_tuples(value, f"{name}.")
-    elif typing.get_origin(field.type) is tuple:
-      kind = typing.get_args(field.type)[0]
-      for item in value:
-        if type(item) is not kind and not (kind is float and type(item) is int):
-          raise UserError(f"--config.{name}: {item!r} is not of type {kind.__name__}")
-      setattr(config, field.name, tuple(kind(item) for item in value))
-
-
-def _wrong_field(name: str, names: dict[str, bool]) -> str:
-  if names.get(name):
-    one = next(other for other in names if other.startswith(f"{name}."))
-    return f"--config.{name} is a group of fields; set one of them, such as --config.{one}"
-  leaves = [other for other, group in names.items() if not group]
-
-  # The last part weighs most: `--config.lr` should find train.lr.
-  def likeness(other: str) -> float:
-    whole = difflib.SequenceMatcher(None, name, other).ratio()
-    last = difflib.SequenceMatcher(None, name.split(".")[-1], other.split(".")[-1]).ratio()
-    return whole + last
-
-  nearest = max(leaves, key=likeness)
-  return f"--config.{name}: no such field; the nearest is --config.{nearest}"
 
 
 def main() -> None:

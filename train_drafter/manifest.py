@@ -294,7 +294,7 @@ def withdraw(folder: Path) -> bool:
   if names != [FILE] or Manifest.load(folder).complete:
     return False
   (folder / FILE).unlink()
-  folder.rmdir()
+  folder.resolve().rmdir()  # a sweep links the stages that its cells share
   return True
 
 

@@ -263,7 +263,7 @@ def run(cfg: Any, workdir: Path) -> Path:
   """
   workdir, options = Path(workdir), cfg.prompts
   folder = workdir / STAGE
-  part = {**config.part(cfg, STAGE), "data": _data_hashes(options)}
+  part = {**config.part(cfg, STAGE), "data": data_hashes(options)}
   target, template_args = None, {}
   if options.self_written:
     target, template_args = _load_target(cfg), config.template_args(cfg)
@@ -417,7 +417,7 @@ def _target_id(target: Any) -> manifest.TargetId:
   )
 
 
-def _data_hashes(options: Any) -> dict[str, str]:
+def data_hashes(options: Any) -> dict[str, str]:
   """SHA-256 of the files behind the prompts, so that an edited file makes a new stage."""
   package = resources.files("train_drafter")
   grammars = sorted((package / "grammars").iterdir(), key=lambda file: file.name)
