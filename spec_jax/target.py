@@ -127,3 +127,38 @@ def llama_layer(
       key = jax.random.fold_in(jax.random.key(seed), BLOCK_TENSORS.index(name))
       out[name] = 0.02 * jax.random.normal(key, shapes[name])
   return out
+
+
+def default_mask_id(target: Target) -> int:
+  """A control token that no text of the target holds: the highest id that is free.
+
+  Text never becomes a control id (tokenizer.py), so what remains are those of the special roles and
+  of the chat template.
+
+  Raises:
+    UserError: there is none.
+  """
+  tokenizer = target.tokenizer
+  if tokenizer is not None:
+    taken = {tokenizer.bos_id, tokenizer.pad_id, *tokenizer.eos_ids, target.config.bos_id,
+             target.config.pad_id, *target.config.eos_ids} | _chat_ids(tokenizer)
+    # A branch of the template that those chats do not reach (tools, images) has its tokens too.
+    free = [i for i in tokenizer.control_ids - taken if i < target.config.vocab_size
+            and tokenizer.id_to_token(i) not in tokenizer.chat_template]
+    if free:
+      return max(free)
+  raise UserError(f"target {target.name} has no unused control token that could be the mask: set "
+                  "drafter.mask_id to an id that never occurs in the data")
+
+
+def _chat_ids(tokenizer: Tokenizer) -> set[int]:
+  """Ids of rendered chats, and of a letter that the vocabulary may not know."""
+  used = set(tokenizer.encode("\U0010fffd"))
+  turns = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user")]
+  for messages in (turns, turns[1:], turns[1:2]):
+    for prompt in (True, False):
+      try:
+        used |= set(tokenizer.encode_chat(messages, add_generation_prompt=prompt))
+      except UserError:  # there are templates without a system turn, and models without a template
+        continue
+  return used

@@ -33,7 +33,7 @@ from spec_jax.drafters.small_lm import SmallLM
 from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig, RopeScaling
 from spec_jax.models.decoder import block_shapes, tensor_shapes
-from spec_jax.target import DTYPES, Target, canonical_tensors
+from spec_jax.target import DTYPES, Target, canonical_tensors, default_mask_id
 from spec_jax.tokenizer import check_same_strings, check_same_vocabulary
 from spec_jax.weights import open_checkpoint, published
 
@@ -266,7 +266,7 @@ def init_learned(
     _check_layers(layers, target)
     tensors = eagle3_lib.init_tensors(source, target.config, layers[0], options["taps"], seed)
   else:
-    mask_id = mask_id if mask_id >= 0 else dflash_lib.default_mask_id(target)
+    mask_id = mask_id if mask_id >= 0 else default_mask_id(target)
     options = {"taps": dflash_lib.dflash_taps(target.config.num_layers, num_taps),
                "mask_id": mask_id, "block_size": block_size, "anchors": anchors}
     width = 0 if draft_ids is None else len(draft_ids)

@@ -17,14 +17,14 @@ from flax import nnx
 import spec_jax
 from spec_jax import decode, drafters, sampling
 from spec_jax.drafters import dflash, dspark
-from spec_jax.drafters.dflash import DFlash, default_mask_id, dflash_taps
+from spec_jax.drafters.dflash import DFlash, dflash_taps
 from spec_jax.drafters.dspark import DSpark
 from spec_jax.errors import UserError
 from spec_jax.generate import Run
 from spec_jax.models.config import RopeScaling
 from spec_jax.models.decoder import linear, rms_norm
 from spec_jax.sampling import Sampling
-from spec_jax.target import canonical_tensors
+from spec_jax.target import canonical_tensors, default_mask_id
 from spec_jax.tokenizer import Tokenizer
 from spec_jax.types import Context
 from tests import tiny
