@@ -194,9 +194,9 @@ def job_set(options: Options, name: str, words: Sequence[str]) -> dict[str, Any]
       "name": dns_name(name), "namespace": options.namespace,
       "annotations": {
           "spec-jax/run": name,
-          # Pods of one job go to one node pool, which is one slice.
+          # A slice of several hosts is a node pool, and takes the pods of one job.
           **({"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
-             if is_tpu(options) else {})}}
+             if is_tpu(options) and hosts > 1 else {})}}
   if options.queue:
     metadata["labels"] = {"kueue.x-k8s.io/queue-name": options.queue}
   return {

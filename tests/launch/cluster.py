@@ -36,7 +36,7 @@ SelectTypeParameters=CR_CPU
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
 JobRequeue=1
-KillWait=5
+KillWait=2
 MinJobAge=600
 ReturnToService=2
 StateSaveLocation={folder}/state

@@ -4,6 +4,8 @@ import dataclasses
 import json
 from pathlib import Path
 
+import pytest
+
 from launch import cell as cell_lib
 from launch import grid, stages, status, sweep
 from spec_jax.weights import open_checkpoint
@@ -35,6 +37,7 @@ def write_base(folder: Path) -> Path:
   return path
 
 
+@pytest.mark.slow
 def test_two_cells_share_one_trained_drafter(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(ROOT)
   monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -40,6 +40,14 @@ def test_a_tpu_slice_has_a_pod_for_each_host():
   assert job["spec"]["failurePolicy"]["maxRestarts"] == 10 and pod["restartPolicy"] == "Never"
 
 
+def test_only_a_slice_of_several_hosts_has_its_node_pool_alone():
+  """Slices of one host share a pool: were it exclusive, the cells of a sweep would wait in line."""
+  for topology, alone in [("2x2x2", True), ("2x2x1", False)]:
+    job = gke.job_set(gke.Options(image="i", accelerator="tpu-v5p-slice", topology=topology), "a",
+                      WORDS)
+    assert any("exclusive" in name for name in job["metadata"]["annotations"]) == alone
+
+
 def test_gpu_nodes():
   job = gke.job_set(GPU, "big", WORDS)
   pod = pod_of(job)
