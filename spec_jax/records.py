@@ -235,6 +235,11 @@ def acceptance_rate(rows: Sequence[RowRecords]) -> float:
   return float(_ratio(total.accepted.sum(), total.proposed.sum()))
 
 
+def cut_by_eos(rows: Sequence[RowRecords]) -> int:
+  """Rounds that EOS ended inside the block; at most the last one of each prompt."""
+  return sum(int(r.cut.sum()) for r in rows if r.reason == "eos")
+
+
 def survival(rows: Sequence[RowRecords], draft_len: int) -> np.ndarray:
   """s_k for k = 1..K: float64 [draft_len]."""
   total = counts(rows, draft_len)
@@ -267,9 +272,9 @@ def summarize(rows: Sequence[RowRecords], draft_len: int, seed: int = 0,
     resamples: of the bootstrap.
 
   Returns:
-    prompts, rounds, emitted, cut_rounds (ints); tau, tau_mean, acceptance_rate (float or None);
-    tau_ci, tau_mean_ci, acceptance_rate_ci ([lo, hi], 95 %, [None, None] below two prompts);
-    survival, conditional (lists of K), survival_ci (K pairs).
+    prompts, rounds, emitted, cut_rounds, eos_cut_rounds (ints); eos_cut_share, tau, tau_mean,
+    acceptance_rate (float or None); tau_ci, tau_mean_ci, acceptance_rate_ci ([lo, hi], 95 %,
+    [None, None] below two prompts); survival, conditional (lists of K), survival_ci (K pairs).
   """
   total = counts(rows, draft_len)
   options = {"seed": seed, "resamples": resamples}
@@ -278,6 +283,8 @@ def summarize(rows: Sequence[RowRecords], draft_len: int, seed: int = 0,
       "rounds": total.rounds.sum(),
       "emitted": total.emitted.sum(),
       "cut_rounds": total.cut.sum(),
+      "eos_cut_rounds": cut_by_eos(rows),
+      "eos_cut_share": float(_ratio(cut_by_eos(rows), total.rounds.sum())),
       "tau": tau(rows),
       "tau_ci": tau_ci(rows, **options),
       "tau_mean": tau_mean(rows),

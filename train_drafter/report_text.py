@@ -108,18 +108,19 @@ def _every_setting(report: dict):
       yield name, setting_label(entry, settings), entry["all"]
 
 
-def _overall_table(report: dict) -> Table:
-  header = ["drafter", "T", "rounds", "cut", "τ pooled\n(95 %)", "τ mean\n(95 %)", "acc.\n%",
+def overall_table(report: dict) -> Table:
+  header = ["drafter", "T", "rounds", "EOS\ncut %", "τ pooled\n(95 %)", "τ mean\n(95 %)", "acc.\n%",
             "loops\n%", "τ before\nloops"]
-  rows = [[name, label.removeprefix("T="), str(g["rounds"]), str(g["cut_rounds"]), tau_text(g),
-           _with_interval(g["tau_mean"], g["tau_mean_ci"]), _percent(g["acceptance_rate"], 1),
-           _percent(g["looped_token_share"], 1), _number(g["tau_before_first_loop"])]
+  rows = [[name, label.removeprefix("T="), str(g["rounds"]), _percent(g["eos_cut_share"], 1),
+           tau_text(g), _with_interval(g["tau_mean"], g["tau_mean_ci"]),
+           _percent(g["acceptance_rate"], 1), _percent(g["looped_token_share"], 1), _number(g["tau_before_first_loop"])]
           for name, label, g in _every_setting(report)]
   return Table("All prompts", header, rows,
-               "τ pooled weighs rounds, τ mean weighs prompts", text_columns=2)
+               "τ pooled weighs rounds, τ mean weighs prompts; EOS cut: rounds ended inside the "
+               "block by EOS", text_columns=2)
 
 
-def _position_table(report: dict) -> Table:
+def position_table(report: dict) -> Table:
   header = ["drafter", "T", "% of rounds", *[str(k + 1) for k in range(report["draft_len"])]]
   rows = []
   for name, label, group in _every_setting(report):
@@ -130,7 +131,7 @@ def _position_table(report: dict) -> Table:
   return Table("Acceptance by position in the block", header, rows, text_columns=3)
 
 
-def _speed_table(report: dict) -> Table:
+def speed_table(report: dict) -> Table:
   header = ["dtype", "drafter", "T", "plain\ntok/s", "spec.\ntok/s", "speed-up\n(95 %)",
             "pooled", "pre-\ndicted", "draft\ncost", "verify\ncost"]
   rows = [[r["dtype"], r["drafter"], f"{r['temperature']:g}",
@@ -144,8 +145,8 @@ def _speed_table(report: dict) -> Table:
 
 
 def _tables(report: dict) -> list[Table]:
-  tables = [_category_table(report), _overall_table(report), _position_table(report)]
-  return tables + ([_speed_table(report)] if report["speed"] else [])
+  tables = [_category_table(report), overall_table(report), position_table(report)]
+  return tables + ([speed_table(report)] if report["speed"] else [])
 
 
 def title(report: dict) -> str:
