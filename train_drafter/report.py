@@ -26,6 +26,7 @@ from spec_jax.identity import CAUSES
 from spec_jax.records import RowRecords
 from spec_jax.verify import RULES
 from train_drafter import manifest
+from train_drafter.report_html import html
 from train_drafter.report_schema import (
   DEFINITIONS,
   SCHEMA_VERSION,
@@ -309,7 +310,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def write_report(report: dict, folder: str | Path) -> Path:
-  """Writes report.json and report.md; returns the path of the former.
+  """Writes report.json, report.md and report.html; returns the path of the first.
 
   Raises:
     UserError: the report lacks a key (nothing is written then).
@@ -318,6 +319,7 @@ def write_report(report: dict, folder: str | Path) -> Path:
   path = Path(folder) / "report.json"
   _write(path, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
   _write(path.with_name("report.md"), markdown(report))
+  _write(path.with_name("report.html"), html(report))
   return path
 
 
@@ -391,7 +393,7 @@ def report_from_folder(folder: str | Path) -> dict:
 
 
 def run(cfg: Any, workdir: str | Path) -> Path:
-  """The report stage: rebuilds report.json and report.md of a finished evaluation, and prints it.
+  """The report stage: rebuilds report.json, .md and .html of a finished evaluation, and prints it.
 
   Args:
     cfg: of the run; checked against what the folders were made with.

@@ -113,7 +113,8 @@ def overall_table(report: dict) -> Table:
             "loops\n%", "τ before\nloops"]
   rows = [[name, label.removeprefix("T="), str(g["rounds"]), _percent(g["eos_cut_share"], 1),
            tau_text(g), _with_interval(g["tau_mean"], g["tau_mean_ci"]),
-           _percent(g["acceptance_rate"], 1), _percent(g["looped_token_share"], 1), _number(g["tau_before_first_loop"])]
+           _percent(g["acceptance_rate"], 1), _percent(g["looped_token_share"], 1),
+           _number(g["tau_before_first_loop"])]
           for name, label, g in _every_setting(report)]
   return Table("All prompts", header, rows,
                "τ pooled weighs rounds, τ mean weighs prompts; EOS cut: rounds ended inside the "
