@@ -170,6 +170,34 @@ def _interval(samples: np.ndarray, level: float) -> np.ndarray:
   return out
 
 
+def resample_weights(n: int, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
+  """How often each of n prompts is drawn: float64 [resamples, n]. One product makes all the sums,
+  and two runs weighed by the same draws are resampled in pairs."""
+  draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=resamples)
+  return draws.astype(np.float64)
+
+
+def tau_difference_ci(rows: Sequence[RowRecords], others: Sequence[RowRecords], *, seed: int = 0,
+                      resamples: int = RESAMPLES, level: float = LEVEL) -> np.ndarray:
+  """Interval [2] of tau(rows) - tau(others), where rows[i] and others[i] are of the same prompt.
+
+  Each resample draws the same prompts on both sides, so what makes a prompt easy for both cancels.
+  nan where `bootstrap_ratio` gives nan for either side.
+
+  Raises:
+    ValueError: the lists differ in length.
+  """
+  if len(rows) != len(others):
+    raise ValueError(f"tau_difference_ci: {len(rows)} prompts against {len(others)}")
+  if min(sum(r.rounds > 0 for r in side) for side in (rows, others)) < 2:
+    return np.full(2, np.nan)
+  weight = resample_weights(len(rows), seed, resamples)
+  ours, theirs = (_ratio(weight @ np.array([int(r.emitted.sum()) for r in side], np.float64),
+                         weight @ np.array([r.rounds for r in side], np.float64))
+                  for side in (rows, others))
+  return _interval(ours - theirs, level)
+
+
 def bootstrap_ratio(numerator, denominator, *, seed: int = 0, resamples: int = RESAMPLES,
                     level: float = LEVEL) -> np.ndarray:
   """Percentile bootstrap of a pooled ratio, prompts resampled with replacement.
@@ -192,9 +220,7 @@ def bootstrap_ratio(numerator, denominator, *, seed: int = 0, resamples: int = R
   n = len(numerator)
   if n < 2:
     return np.full((2, *numerator.shape[1:]), np.nan)
-  # How often each prompt is drawn, [resamples, n]: one matrix product makes all the sums.
-  weight = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=resamples)
-  weight = weight.astype(np.float64)
+  weight = resample_weights(n, seed, resamples)
   interval = _interval(_ratio(weight @ numerator, weight @ denominator), level)
   return np.where((denominator > 0).sum(0) < 2, np.nan, interval)
 

@@ -36,8 +36,9 @@ from train_drafter.report_schema import (
 from train_drafter.report_text import markdown, print_report, setting_label, tau_text
 from train_drafter.templates import CATEGORIES
 
-__all__ = ["build_report", "load_records", "print_report", "report_from_folder", "run",
-           "save_evaluation", "save_records", "validate_report", "write_report"]
+__all__ = ["build_report", "load_evaluation", "load_records", "print_report",
+           "report_from_folder", "run", "save_evaluation", "save_records", "validate_report",
+           "write_report"]
 
 RECORDS_FILE = "records.jsonl"
 MEASUREMENTS_FILE = "evaluation.json"
@@ -375,21 +376,32 @@ def save_evaluation(folder: str | Path, *, records: Records, **measurements) -> 
          json.dumps(measurements, indent=1, default=metrics.to_plain, allow_nan=False) + "\n")
 
 
+def load_evaluation(folder: str | Path) -> dict[str, Any]:
+  """Reads what `save_evaluation` wrote: the arguments of `build_report`.
+
+  Raises:
+    UserError: a file is missing or broken.
+  """
+  path = Path(folder) / MEASUREMENTS_FILE
+  if not path.is_file():
+    raise UserError(f"{path}: no such file")
+  try:
+    measurements = json.loads(path.read_text(encoding="utf-8"))
+    return {**measurements, "records": load_records(path.with_name(RECORDS_FILE))}
+  except (TypeError, ValueError) as error:
+    raise UserError(f"{path}: {error}") from None
+
+
 def report_from_folder(folder: str | Path) -> dict:
   """Rebuilds the report from a folder of `save_evaluation`, without decoding.
 
   Raises:
     UserError: a file is missing or broken.
   """
-  folder = Path(folder)
-  path = folder / MEASUREMENTS_FILE
-  if not path.is_file():
-    raise UserError(f"{path}: no such file")
   try:
-    measurements = json.loads(path.read_text(encoding="utf-8"))
-    return build_report(records=load_records(folder / RECORDS_FILE), **measurements)
+    return build_report(**load_evaluation(folder))
   except (TypeError, ValueError) as error:
-    raise UserError(f"{path}: {error}") from None
+    raise UserError(f"{Path(folder) / MEASUREMENTS_FILE}: {error}") from None
 
 
 def run(cfg: Any, workdir: str | Path) -> Path:

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 SERIES = (("#0072b2", "#5ab4f0"), ("#c4500a", "#f39a5b"), ("#00795a", "#3ecfa3"),
           ("#a8457f", "#e79ac7"), ("#8a6d00", "#e6c04a"), ("#5f5f5f", "#b5b5b5"))
 INK, MUTED = "#010203", "#010204"  # stand for var(--ink) and var(--muted) until `_embed`
-_STYLE = {
+STYLE = {
     "svg.fonttype": "none", "text.parse_math": False, "font.size": 10,
     "axes.edgecolor": MUTED, "axes.labelcolor": INK,
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10,
@@ -91,7 +91,7 @@ def positions(name: str, group: Mapping, controls: Mapping[str, Mapping], label:
     controls: name -> the same figures of each control.
     label: what the plot shows, for readers that cannot see it.
   """
-  with matplotlib.rc_context(_STYLE):
+  with matplotlib.rc_context(STYLE):
     figure, axes = _axes(2.9, "position in the block", "% of rounds")
     places = range(1, len(group["survival"]) + 1)
     percent = lambda values: _known(places, [None if v is None else 100 * v for v in values])
@@ -115,7 +115,7 @@ def positions(name: str, group: Mapping, controls: Mapping[str, Mapping], label:
 def forest(rows: Sequence[tuple[str, Sequence[tuple[str, float | None, Sequence]]]], xlabel: str,
            label: str, line: float | None = None) -> str:
   """Values with intervals, one line of the plot for each row, see `draw_forest`."""
-  with matplotlib.rc_context(_STYLE):
+  with matplotlib.rc_context(STYLE):
     figure, axes = _axes(0.9 + 0.26 * len(rows), xlabel, "")
     draw_forest(axes, rows, line)
     _legend(figure, axes, 3)
@@ -154,7 +154,7 @@ def lines(curves: Sequence[tuple[str, Sequence, Sequence, Sequence | None]], xla
 
   A name that ends in "(measured)" is drawn as points alone, with its intervals.
   """
-  with matplotlib.rc_context(_STYLE):
+  with matplotlib.rc_context(STYLE):
     figure, axes = _axes(2.9, xlabel, ylabel)
     for i, (name, xs, ys, intervals) in enumerate(curves):
       # A little aside, so that intervals at one x do not hide one another.

@@ -204,22 +204,27 @@ def estimate_lines(report: dict) -> list[str]:
   return lines
 
 
+def print_table(table: Table, console: Console) -> None:
+  """Prints one table under its title; rows that begin with "all" are bold."""
+  grid = RichTable(box=_BOX, padding=(0, int(console.width >= 100), 0, 0), show_edge=False,
+                   pad_edge=False)
+  for i, name in enumerate(table.header):
+    grid.add_column(Text(name), justify="left" if i < table.text_columns else "right",
+                    vertical="bottom")
+  for row in table.rows:
+    grid.add_row(*[Text(cell) for cell in row], style="bold" if row[0] == "all" else None)
+  console.print(Text(f"\n{table.title}", style="bold"))
+  console.print(grid)
+  if table.note:
+    console.print(Text(table.note, style="dim"))
+
+
 def print_report(report: dict, console: Console | None = None) -> None:
   """Prints the report; 80 columns are enough for up to two temperatures and eight drafts."""
   console = console or Console()
   console.print(Text(title(report), style="bold"))
   for table in _tables(report):
-    grid = RichTable(box=_BOX, padding=(0, int(console.width >= 100), 0, 0), show_edge=False,
-                     pad_edge=False)
-    for i, name in enumerate(table.header):
-      grid.add_column(Text(name), justify="left" if i < table.text_columns else "right",
-                      vertical="bottom")
-    for row in table.rows:
-      grid.add_row(*[Text(cell) for cell in row], style="bold" if row[0] == "all" else None)
-    console.print(Text(f"\n{table.title}", style="bold"))
-    console.print(grid)
-    if table.note:
-      console.print(Text(table.note, style="dim"))
+    print_table(table, console)
   console.print()
   console.print(Text(headline_text(report), style="bold green"))
   for heading, lines in (("Identity", identity_lines(report)),
@@ -237,18 +242,23 @@ def print_report(report: dict, console: Console | None = None) -> None:
     console.print(Text(f"{name}: {meaning}", style="dim"))
 
 
-def markdown(report: dict) -> str:
-  """The same tables and lines as a Markdown page."""
+def markdown_table(table: Table) -> list[str]:
+  """The lines of one table with its heading and note."""
   def cells(row):
     return "| " + " | ".join(c.replace("\n", " ").replace("|", "\\|") for c in row) + " |"
 
+  marks = ["---" if i < table.text_columns else "---:" for i in range(len(table.header))]
+  return [f"## {table.title}", "", cells(table.header), cells(marks),
+          *[cells(row) for row in table.rows],
+          *(["", table.note.replace("\n", "; "), ""] if table.note else [""])]
+
+
+def markdown(report: dict) -> str:
+  """The same tables and lines as a Markdown page."""
   out = [f"# {title(report)}", "", f"**{headline_text(report)}**", ""]
   out += [f"> Warning: {line}\n" for line in report["warnings"]]
   for table in _tables(report):
-    marks = ["---" if i < table.text_columns else "---:" for i in range(len(table.header))]
-    out += [f"## {table.title}", "", cells(table.header), cells(marks)]
-    out += [cells(row) for row in table.rows]
-    out += ["", table.note.replace("\n", "; "), ""] if table.note else [""]
+    out += markdown_table(table)
   for heading, lines in (("Identity", identity_lines(report)),
                          ("Training estimate", estimate_lines(report))):
     if lines:
