@@ -1,0 +1,1 @@
+"""Many runs: laying them out, launching them, and putting their results side by side."""

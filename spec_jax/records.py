@@ -170,6 +170,34 @@ def _interval(samples: np.ndarray, level: float) -> np.ndarray:
   return out
 
 
+def resample_weights(n: int, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
+  """How often each of n prompts is drawn: float64 [resamples, n]. One product makes all the sums,
+  and two runs weighed by the same draws are resampled in pairs."""
+  draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=resamples)
+  return draws.astype(np.float64)
+
+
+def tau_difference_ci(rows: Sequence[RowRecords], others: Sequence[RowRecords], *, seed: int = 0,
+                      resamples: int = RESAMPLES, level: float = LEVEL) -> np.ndarray:
+  """Interval [2] of tau(rows) - tau(others), where rows[i] and others[i] are of the same prompt.
+
+  Each resample draws the same prompts on both sides, so what makes a prompt easy for both cancels.
+  nan where `bootstrap_ratio` gives nan for either side.
+
+  Raises:
+    ValueError: the lists differ in length.
+  """
+  if len(rows) != len(others):
+    raise ValueError(f"tau_difference_ci: {len(rows)} prompts against {len(others)}")
+  if min(sum(r.rounds > 0 for r in side) for side in (rows, others)) < 2:
+    return np.full(2, np.nan)
+  weight = resample_weights(len(rows), seed, resamples)
+  ours, theirs = (_ratio(weight @ np.array([int(r.emitted.sum()) for r in side], np.float64),
+                         weight @ np.array([r.rounds for r in side], np.float64))
+                  for side in (rows, others))
+  return _interval(ours - theirs, level)
+
+
 def bootstrap_ratio(numerator, denominator, *, seed: int = 0, resamples: int = RESAMPLES,
                     level: float = LEVEL) -> np.ndarray:
   """Percentile bootstrap of a pooled ratio, prompts resampled with replacement.
@@ -192,9 +220,7 @@ def bootstrap_ratio(numerator, denominator, *, seed: int = 0, resamples: int = R
   n = len(numerator)
   if n < 2:
     return np.full((2, *numerator.shape[1:]), np.nan)
-  # How often each prompt is drawn, [resamples, n]: one matrix product makes all the sums.
-  weight = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=resamples)
-  weight = weight.astype(np.float64)
+  weight = resample_weights(n, seed, resamples)
   interval = _interval(_ratio(weight @ numerator, weight @ denominator), level)
   return np.where((denominator > 0).sum(0) < 2, np.nan, interval)
 
@@ -235,6 +261,11 @@ def acceptance_rate(rows: Sequence[RowRecords]) -> float:
   return float(_ratio(total.accepted.sum(), total.proposed.sum()))
 
 
+def cut_by_eos(rows: Sequence[RowRecords]) -> int:
+  """Rounds that EOS ended inside the block; at most the last one of each prompt."""
+  return sum(int(r.cut.sum()) for r in rows if r.reason == "eos")
+
+
 def survival(rows: Sequence[RowRecords], draft_len: int) -> np.ndarray:
   """s_k for k = 1..K: float64 [draft_len]."""
   total = counts(rows, draft_len)
@@ -267,9 +298,9 @@ def summarize(rows: Sequence[RowRecords], draft_len: int, seed: int = 0,
     resamples: of the bootstrap.
 
   Returns:
-    prompts, rounds, emitted, cut_rounds (ints); tau, tau_mean, acceptance_rate (float or None);
-    tau_ci, tau_mean_ci, acceptance_rate_ci ([lo, hi], 95 %, [None, None] below two prompts);
-    survival, conditional (lists of K), survival_ci (K pairs).
+    prompts, rounds, emitted, cut_rounds, eos_cut_rounds (ints); eos_cut_share, tau, tau_mean,
+    acceptance_rate (float or None); tau_ci, tau_mean_ci, acceptance_rate_ci ([lo, hi], 95 %,
+    [None, None] below two prompts); survival, conditional (lists of K), survival_ci (K pairs).
   """
   total = counts(rows, draft_len)
   options = {"seed": seed, "resamples": resamples}
@@ -278,6 +309,8 @@ def summarize(rows: Sequence[RowRecords], draft_len: int, seed: int = 0,
       "rounds": total.rounds.sum(),
       "emitted": total.emitted.sum(),
       "cut_rounds": total.cut.sum(),
+      "eos_cut_rounds": cut_by_eos(rows),
+      "eos_cut_share": float(_ratio(cut_by_eos(rows), total.rounds.sum())),
       "tau": tau(rows),
       "tau_ci": tau_ci(rows, **options),
       "tau_mean": tau_mean(rows),

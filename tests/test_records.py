@@ -60,6 +60,16 @@ def test_eos_as_the_last_accepted_draft_is_a_cut():
   assert records.acceptance_rate(rows) == 1
 
 
+def test_only_eos_counts_as_a_cut_by_eos():
+  """Cut by EOS, cut by the budget, EOS as the bonus (no cut), and a row without rounds."""
+  rows = [row([0, 5], [1, 3], reason="eos"), row([5], [3]), row([5], [6], reason="eos"),
+          row([], reason="eos")]
+  summary = records.summarize(rows, 5)
+  assert (summary["cut_rounds"], summary["eos_cut_rounds"], summary["rounds"]) == (2, 1, 4)
+  assert summary["eos_cut_share"] == 1 / 4
+  assert records.summarize(rows[3:], 5)["eos_cut_share"] is None
+
+
 def test_fewer_proposals_are_not_a_cut():
   """One draft proposed and accepted, K = 3: the round did not reach position 2."""
   rows = [row([1], proposed=1)]
@@ -94,8 +104,9 @@ def test_nothing_at_all_is_null():
 def test_summary_has_the_keys_and_plain_values():
   summary = records.summarize([row([5, 0]), row([2])], 5)
   assert set(summary) == {
-      "prompts", "rounds", "emitted", "cut_rounds", "tau", "tau_ci", "tau_mean", "tau_mean_ci",
-      "acceptance_rate", "acceptance_rate_ci", "survival", "survival_ci", "conditional"}
+      "prompts", "rounds", "emitted", "cut_rounds", "eos_cut_rounds", "eos_cut_share", "tau",
+      "tau_ci", "tau_mean", "tau_mean_ci", "acceptance_rate", "acceptance_rate_ci", "survival",
+      "survival_ci", "conditional"}
   assert type(summary["rounds"]) is int and type(summary["tau"]) is float
   assert len(summary["survival_ci"]) == 5 and len(summary["survival_ci"][0]) == 2
 

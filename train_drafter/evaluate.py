@@ -14,13 +14,10 @@ the same-shape baseline.
 import contextlib
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import jax
 
 import spec_jax
 from spec_jax import audit, identity, sampling
@@ -39,6 +36,7 @@ from train_drafter.generate import read_jsonl, target_id
 from train_drafter.overlap import remove_overlaps
 from train_drafter.progress import Bar
 from train_drafter.prompts import evaluation_set, with_system
+from train_drafter.provenance import prompt_hashes, provenance
 from train_drafter.train import initial_drafter
 
 STAGE = "evaluate"
@@ -153,7 +151,8 @@ def run(cfg: Config, workdir: Path) -> Path:
     if kind in options.speed_dtypes:
       with _clock(spent, f"speed {kind}"):
         speed_and_identity(bench)
-  made = collect(cfg, workdir, opened, inputs["train"].counts, len(prompts))
+  hashes = prompt_hashes([p["id"] for p in prompts], ids)
+  made = collect(cfg, workdir, opened, inputs["train"].counts, hashes)
   report.write_report(made, folder)  # printed by the report stage, which follows
   manifest.finish(folder, opened, {
       "prompts": len(prompts), "seconds": {n: round(s, 1) for n, s in spent.items()}})
@@ -359,7 +358,7 @@ def divergences(
 
 def collect(
     cfg: Config, workdir: Path, opened: manifest.Manifest, trained: dict[str, Any],
-    prompts: int) -> dict:
+    hashes: dict[str, str]) -> dict:
   """Saves the raw material in the stage folder and builds the report from it."""
   folder = workdir / STAGE
   options = cfg.evaluate
@@ -381,9 +380,7 @@ def collect(
       identity=identities, training_estimate=trained.get("training_estimate", []),
       seed=options.seed,
       provenance={
-          "packages": opened.packages, "git_commit": opened.git_commit, "created": opened.created,
-          "inputs": opened.inputs, "target_weights": opened.target.weights, "prompts": prompts,
-          "device": jax.devices()[0].device_kind, "cores": os.cpu_count(),
+          **provenance(cfg, opened, hashes, workdir / "train" / "drafter"),
           "identity_dtype": options.identity_dtype, "dtype": options.dtype,
           "drafter_dtype": options.drafter_dtype, "batch_size": options.batch_size,
           "untrained_per_category": options.untrained_per_category,

@@ -26,6 +26,7 @@ from spec_jax.identity import CAUSES
 from spec_jax.records import RowRecords
 from spec_jax.verify import RULES
 from train_drafter import manifest
+from train_drafter.report_html import html
 from train_drafter.report_schema import (
   DEFINITIONS,
   SCHEMA_VERSION,
@@ -35,8 +36,9 @@ from train_drafter.report_schema import (
 from train_drafter.report_text import markdown, print_report, setting_label, tau_text
 from train_drafter.templates import CATEGORIES
 
-__all__ = ["build_report", "load_records", "print_report", "report_from_folder", "run",
-           "save_evaluation", "save_records", "validate_report", "write_report"]
+__all__ = ["build_report", "load_evaluation", "load_records", "print_report",
+           "report_from_folder", "run", "save_evaluation", "save_records", "validate_report",
+           "write_report"]
 
 RECORDS_FILE = "records.jsonl"
 MEASUREMENTS_FILE = "evaluation.json"
@@ -309,7 +311,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def write_report(report: dict, folder: str | Path) -> Path:
-  """Writes report.json and report.md; returns the path of the former.
+  """Writes report.json, report.md and report.html; returns the path of the first.
 
   Raises:
     UserError: the report lacks a key (nothing is written then).
@@ -318,6 +320,7 @@ def write_report(report: dict, folder: str | Path) -> Path:
   path = Path(folder) / "report.json"
   _write(path, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
   _write(path.with_name("report.md"), markdown(report))
+  _write(path.with_name("report.html"), html(report))
   return path
 
 
@@ -373,25 +376,36 @@ def save_evaluation(folder: str | Path, *, records: Records, **measurements) -> 
          json.dumps(measurements, indent=1, default=metrics.to_plain, allow_nan=False) + "\n")
 
 
+def load_evaluation(folder: str | Path) -> dict[str, Any]:
+  """Reads what `save_evaluation` wrote: the arguments of `build_report`.
+
+  Raises:
+    UserError: a file is missing or broken.
+  """
+  path = Path(folder) / MEASUREMENTS_FILE
+  if not path.is_file():
+    raise UserError(f"{path}: no such file")
+  try:
+    measurements = json.loads(path.read_text(encoding="utf-8"))
+    return {**measurements, "records": load_records(path.with_name(RECORDS_FILE))}
+  except (TypeError, ValueError) as error:
+    raise UserError(f"{path}: {error}") from None
+
+
 def report_from_folder(folder: str | Path) -> dict:
   """Rebuilds the report from a folder of `save_evaluation`, without decoding.
 
   Raises:
     UserError: a file is missing or broken.
   """
-  folder = Path(folder)
-  path = folder / MEASUREMENTS_FILE
-  if not path.is_file():
-    raise UserError(f"{path}: no such file")
   try:
-    measurements = json.loads(path.read_text(encoding="utf-8"))
-    return build_report(records=load_records(folder / RECORDS_FILE), **measurements)
+    return build_report(**load_evaluation(folder))
   except (TypeError, ValueError) as error:
-    raise UserError(f"{path}: {error}") from None
+    raise UserError(f"{Path(folder) / MEASUREMENTS_FILE}: {error}") from None
 
 
 def run(cfg: Any, workdir: str | Path) -> Path:
-  """The report stage: rebuilds report.json and report.md of a finished evaluation, and prints it.
+  """The report stage: rebuilds report.json, .md and .html of a finished evaluation, and prints it.
 
   Args:
     cfg: of the run; checked against what the folders were made with.

@@ -23,6 +23,7 @@ DEFINITIONS = {
     "cut_rounds": "rounds ended inside the block by EOS, a stop or the token budget; they count "
                   "what they emitted, and positions after the cut leave the denominators",
     "interval": "95 %, percentile bootstrap over prompts (over measured pairs for speed-ups)",
+    "eos_cut_share": "rounds ended inside the block by EOS / rounds",
     "looped_token_share": "share of tokens inside an 8-gram that began 1 to 64 tokens earlier too",
     "tau_before_first_loop": "tau of the rounds that end before a prompt's first looped token",
     "speedup": "median over interleaved pairs, same prompts and dtype, of speculative / plain "
@@ -40,7 +41,8 @@ _NUMBER, _MAYBE, _INT, _TEXT = "a number", "a number or null", "an integer", "a 
 _LIST, _DICT, _PAIR = "a list", "an object", "a pair of numbers or nulls"
 _MAYBE_DICT = "an object or null"
 _GROUP_KEYS = {
-    "prompts": _INT, "rounds": _INT, "emitted": _INT, "cut_rounds": _INT, "tau": _MAYBE,
+    "prompts": _INT, "rounds": _INT, "emitted": _INT, "cut_rounds": _INT,
+    "eos_cut_rounds": _INT, "eos_cut_share": _MAYBE, "tau": _MAYBE,
     "tau_ci": _PAIR, "tau_mean": _MAYBE, "tau_mean_ci": _PAIR, "acceptance_rate": _MAYBE,
     "acceptance_rate_ci": _PAIR, "survival": _LIST, "survival_ci": _LIST, "conditional": _LIST,
     "looped_token_share": _MAYBE, "tau_before_first_loop": _MAYBE,

@@ -108,18 +108,20 @@ def _every_setting(report: dict):
       yield name, setting_label(entry, settings), entry["all"]
 
 
-def _overall_table(report: dict) -> Table:
-  header = ["drafter", "T", "rounds", "cut", "τ pooled\n(95 %)", "τ mean\n(95 %)", "acc.\n%",
+def overall_table(report: dict) -> Table:
+  header = ["drafter", "T", "rounds", "EOS\ncut %", "τ pooled\n(95 %)", "τ mean\n(95 %)", "acc.\n%",
             "loops\n%", "τ before\nloops"]
-  rows = [[name, label.removeprefix("T="), str(g["rounds"]), str(g["cut_rounds"]), tau_text(g),
-           _with_interval(g["tau_mean"], g["tau_mean_ci"]), _percent(g["acceptance_rate"], 1),
-           _percent(g["looped_token_share"], 1), _number(g["tau_before_first_loop"])]
+  rows = [[name, label.removeprefix("T="), str(g["rounds"]), _percent(g["eos_cut_share"], 1),
+           tau_text(g), _with_interval(g["tau_mean"], g["tau_mean_ci"]),
+           _percent(g["acceptance_rate"], 1), _percent(g["looped_token_share"], 1),
+           _number(g["tau_before_first_loop"])]
           for name, label, g in _every_setting(report)]
   return Table("All prompts", header, rows,
-               "τ pooled weighs rounds, τ mean weighs prompts", text_columns=2)
+               "τ pooled weighs rounds, τ mean weighs prompts; EOS cut: rounds ended inside the "
+               "block by EOS", text_columns=2)
 
 
-def _position_table(report: dict) -> Table:
+def position_table(report: dict) -> Table:
   header = ["drafter", "T", "% of rounds", *[str(k + 1) for k in range(report["draft_len"])]]
   rows = []
   for name, label, group in _every_setting(report):
@@ -130,7 +132,7 @@ def _position_table(report: dict) -> Table:
   return Table("Acceptance by position in the block", header, rows, text_columns=3)
 
 
-def _speed_table(report: dict) -> Table:
+def speed_table(report: dict) -> Table:
   header = ["dtype", "drafter", "T", "plain\ntok/s", "spec.\ntok/s", "speed-up\n(95 %)",
             "pooled", "pre-\ndicted", "draft\ncost", "verify\ncost"]
   rows = [[r["dtype"], r["drafter"], f"{r['temperature']:g}",
@@ -144,8 +146,8 @@ def _speed_table(report: dict) -> Table:
 
 
 def _tables(report: dict) -> list[Table]:
-  tables = [_category_table(report), _overall_table(report), _position_table(report)]
-  return tables + ([_speed_table(report)] if report["speed"] else [])
+  tables = [_category_table(report), overall_table(report), position_table(report)]
+  return tables + ([speed_table(report)] if report["speed"] else [])
 
 
 def title(report: dict) -> str:
@@ -202,22 +204,27 @@ def estimate_lines(report: dict) -> list[str]:
   return lines
 
 
+def print_table(table: Table, console: Console) -> None:
+  """Prints one table under its title; rows that begin with "all" are bold."""
+  grid = RichTable(box=_BOX, padding=(0, int(console.width >= 100), 0, 0), show_edge=False,
+                   pad_edge=False)
+  for i, name in enumerate(table.header):
+    grid.add_column(Text(name), justify="left" if i < table.text_columns else "right",
+                    vertical="bottom")
+  for row in table.rows:
+    grid.add_row(*[Text(cell) for cell in row], style="bold" if row[0] == "all" else None)
+  console.print(Text(f"\n{table.title}", style="bold"))
+  console.print(grid)
+  if table.note:
+    console.print(Text(table.note, style="dim"))
+
+
 def print_report(report: dict, console: Console | None = None) -> None:
   """Prints the report; 80 columns are enough for up to two temperatures and eight drafts."""
   console = console or Console()
   console.print(Text(title(report), style="bold"))
   for table in _tables(report):
-    grid = RichTable(box=_BOX, padding=(0, int(console.width >= 100), 0, 0), show_edge=False,
-                     pad_edge=False)
-    for i, name in enumerate(table.header):
-      grid.add_column(Text(name), justify="left" if i < table.text_columns else "right",
-                      vertical="bottom")
-    for row in table.rows:
-      grid.add_row(*[Text(cell) for cell in row], style="bold" if row[0] == "all" else None)
-    console.print(Text(f"\n{table.title}", style="bold"))
-    console.print(grid)
-    if table.note:
-      console.print(Text(table.note, style="dim"))
+    print_table(table, console)
   console.print()
   console.print(Text(headline_text(report), style="bold green"))
   for heading, lines in (("Identity", identity_lines(report)),
@@ -235,18 +242,23 @@ def print_report(report: dict, console: Console | None = None) -> None:
     console.print(Text(f"{name}: {meaning}", style="dim"))
 
 
-def markdown(report: dict) -> str:
-  """The same tables and lines as a Markdown page."""
+def markdown_table(table: Table) -> list[str]:
+  """The lines of one table with its heading and note."""
   def cells(row):
     return "| " + " | ".join(c.replace("\n", " ").replace("|", "\\|") for c in row) + " |"
 
+  marks = ["---" if i < table.text_columns else "---:" for i in range(len(table.header))]
+  return [f"## {table.title}", "", cells(table.header), cells(marks),
+          *[cells(row) for row in table.rows],
+          *(["", table.note.replace("\n", "; "), ""] if table.note else [""])]
+
+
+def markdown(report: dict) -> str:
+  """The same tables and lines as a Markdown page."""
   out = [f"# {title(report)}", "", f"**{headline_text(report)}**", ""]
   out += [f"> Warning: {line}\n" for line in report["warnings"]]
   for table in _tables(report):
-    marks = ["---" if i < table.text_columns else "---:" for i in range(len(table.header))]
-    out += [f"## {table.title}", "", cells(table.header), cells(marks)]
-    out += [cells(row) for row in table.rows]
-    out += ["", table.note.replace("\n", "; "), ""] if table.note else [""]
+    out += markdown_table(table)
   for heading, lines in (("Identity", identity_lines(report)),
                          ("Training estimate", estimate_lines(report))):
     if lines:

@@ -159,6 +159,15 @@ def test_provenance_names_what_was_measured(finished):
   assert made["provenance"]["identity_dtype"] == "float32"
   assert made["provenance"]["untrained_per_category"] == cfg.evaluate.untrained_per_category
   assert any("untrained was decoded on 3 of the 6 prompts" in w for w in made["warnings"])
+  found = made["provenance"]
+  assert found["command"].startswith("python ") and found["git_commit"]
+  assert found["config"] == json.loads(json.dumps(dataclasses.asdict(cfg)))
+  assert found["machine"]["cores"] and found["machine"]["backend"] == "cpu"
+  assert found["created"] <= found["finished"]
+  assert set(found["prompt_hashes"]) == {
+      row["id"] for row in read_jsonl(workdir / "prompts" / "eval.jsonl")}
+  for name in ("target_weights", "tokenizer", "chat_template", "drafter_files", "prompts_hash"):
+    assert len(found[name]) == 64, name
 
 
 def test_short_prompts_are_prefilled_at_a_narrower_width(bench, monkeypatch):

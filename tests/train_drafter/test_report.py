@@ -76,7 +76,8 @@ def test_hand_computed_values():
   assert [(s["temperature"], s["rule"]) for s in report["settings"]] == [GREEDY, RATIO]
   group = report["settings"][0]["all"]
   assert (group["prompts"], group["rounds"], group["emitted"]) == (3, 6, 16)
-  assert group["cut_rounds"] == 1
+  assert group["cut_rounds"] == group["eos_cut_rounds"] == 1
+  assert group["eos_cut_share"] == pytest.approx(1 / 6)
   assert group["tau"] == pytest.approx(16 / 6)
   assert group["tau_mean"] == pytest.approx((10 / 3 + 3 + 3 / 2) / 3)
   # A: 5 0 2, 3 (cut), 0 1; K: 5 5 5, 3, 5 5.
@@ -285,7 +286,8 @@ def test_written_report_is_plain_json(tmp_path):
   report = build_report(**arguments(speed=numpy_speed))
   path = write_report(report, tmp_path / "evaluate")
   assert json.loads(path.read_text()) == report
-  assert sorted(p.name for p in path.parent.iterdir()) == ["report.json", "report.md"]
+  assert sorted(p.name for p in path.parent.iterdir()) == [
+      "report.html", "report.json", "report.md"]
 
 
 def test_invalid_report_is_not_written(tmp_path):

@@ -1,0 +1,406 @@
+"""The acceptance report as one self-contained page: no network, no script, plots inside.
+
+Called by `train_drafter.report.write_report`; reads nothing but the report's own dict, and prints
+no figure that is not in it. The sections `replay`, `prediction`, `memory` and `whatif` appear where
+the report has them. Sentences and tables that report.md has too come from
+`train_drafter.report_text`, plots from `train_drafter.report_plots`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from train_drafter import report_plots as plots
+from train_drafter.report_text import (
+  NONE,
+  Table,
+  estimate_lines,
+  headline_text,
+  identity_lines,
+  overall_table,
+  position_table,
+  setting_label,
+  speed_table,
+  tau_text,
+  title,
+)
+
+CONTROLS = {
+    "untrained": "the drafter before training: the floor",
+    "ngram": "no model: copies what followed the last words' earlier occurrence",
+    "lookup": "the trained drafter, ngram where it finds a longer match",
+    "self": "the target drafts for itself: the ceiling, every draft accepted at T=0",
+}
+# Column heads of the optional sections; a key that is not named here stands under its own name.
+_HEADS = {
+    "temperature": "T", "draft_len": "K", "tau": "τ", "dtype": "dtype", "drafter": "drafter",
+    "uniform_anchor": "uniform-anchor τ", "measured": "measured τ", "agrees": "agrees",
+    "draft_cost": "c", "verify_cost": "v(K+1)", "speedup": "predicted S",
+    "measured_speedup": "measured S", "chosen": "chosen",
+}
+_HIDDEN = ("prompt_hashes",)  # for programs
+
+_CSS = """
+:root{color-scheme:light dark;--bg:#fff;--ink:#1a1c1f;--muted:#5d6470;--line:#d9dce1;--soft:#f4f5f7;
+--warn:#fff4d6;--warnline:#b57b00;LIGHT}
+@media (prefers-color-scheme:dark){:root{--bg:#14161a;--ink:#e8eaed;--muted:#a0a7b2;--line:#363b44;
+--soft:#1d2026;--warn:#332a12;--warnline:#e0a93a;DARK}}
+@media print{:root{color-scheme:light;--bg:#fff;--ink:#000;--muted:#444;--line:#bbb;--soft:#f4f5f7;
+--warn:#fff;--warnline:#000;LIGHT}nav{display:none}.scroll{overflow:visible!important}
+main{max-width:none!important;padding:0!important}table{font-size:7.5pt!important}
+figure,tr,.tile{break-inside:avoid}h2,h3{break-after:avoid}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--bg);color:var(--ink);font:16px/1.5 system-ui,sans-serif}
+main{max-width:1240px;margin:0 auto;padding:1.2rem 1rem 4rem}
+h1{font-size:1.5rem;line-height:1.25;margin:.2rem 0 1rem;overflow-wrap:anywhere}
+h2{font-size:1.2rem;margin:2.4rem 0 .6rem;padding-top:.8rem;border-top:1px solid var(--line)}
+h3{font-size:1rem;margin:1.4rem 0 .4rem}
+p{margin:.4rem 0}ul{padding-left:1.2rem;margin:.4rem 0}li{overflow-wrap:anywhere}
+nav{font-size:.9rem;display:flex;flex-wrap:wrap;gap:.2rem 1rem}
+a{color:var(--c0)}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(13rem,1fr));gap:.8rem;
+margin:1rem 0}
+.tile{background:var(--soft);border:1px solid var(--line);border-radius:8px;padding:.7rem .9rem}
+.tile b{display:block;font-size:1.6rem;line-height:1.25;font-variant-numeric:tabular-nums}
+.tile span{color:var(--muted);font-size:.85rem;display:block;overflow-wrap:anywhere}
+.headline{font-size:1.05rem;font-weight:600}
+.warnings{background:var(--warn);border-left:4px solid var(--warnline);border-radius:4px;
+padding:.6rem 1rem;margin:1rem 0}
+.warnings h2{border:0;margin:0;padding:0;font-size:1rem}
+.scroll{overflow-x:auto;max-width:100%}
+table{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums;margin:.4rem 0}
+th,td{padding:.25rem .6rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
+th{vertical-align:bottom;font-weight:600;white-space:pre}
+.text{text-align:left}
+th:first-child,td:first-child{position:sticky;left:0;background:var(--bg);padding-left:0}
+tr.all td{font-weight:700}
+.note{color:var(--muted);font-size:.85rem;white-space:pre-line}
+.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(26rem,100%),1fr));gap:0 2rem}
+.beside{display:grid;grid-template-columns:minmax(0,22rem) minmax(0,1fr);gap:0 2rem;
+align-items:start}
+@media (max-width:900px){.beside{grid-template-columns:minmax(0,1fr)}}
+.pair>*{min-width:0}
+figure{margin:.6rem 0}figure svg{width:100%;height:auto;display:block}
+figcaption{font-size:.85rem;color:var(--muted)}
+dl{display:grid;grid-template-columns:minmax(8rem,max-content) 1fr;gap:.3rem 1rem;font-size:.9rem}
+dt{font-weight:600;overflow-wrap:anywhere}dd{margin:0;overflow-wrap:anywhere;min-width:0}
+@media (max-width:560px){dl{grid-template-columns:1fr}dd{margin-bottom:.4rem}
+.short{grid-template-columns:minmax(0,2fr) minmax(0,3fr)}h1{font-size:1.25rem}
+table{font-size:.8rem}th,td{padding:.25rem .45rem}}
+"""
+
+
+def html(report: dict) -> str:
+  """The whole page.
+
+  Args:
+    report: valid for `report_schema.validate_report`.
+  """
+  sections = [(name, body) for name, body in _sections(report) if body]
+  anchors = {name: f"s{i}" for i, (name, _) in enumerate(sections)}
+  css = _CSS.replace("LIGHT", plots.css_variables(False)).replace(
+      "DARK", plots.css_variables(True))
+  out = [
+      "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
+      '<meta name="viewport" content="width=device-width, initial-scale=1">',
+      '<link rel="icon" href="data:,">',
+      f"<title>{escape(title(report))}</title>", f"<style>{css}</style></head><body><main>",
+      f"<h1>{escape(title(report))}</h1>",
+      f'<p class="headline">{escape(headline_text(report))}</p>',
+      _tiles(report), _warnings(report["warnings"]),
+      "<nav>" + "".join(f'<a href="#{anchors[n]}">{escape(n)}</a>' for n, _ in sections) + "</nav>",
+  ]
+  for name, body in sections:
+    out.append(f'<section><h2 id="{anchors[name]}">{escape(name)}</h2>{body}</section>')
+  return "\n".join(out) + "\n</main></body></html>\n"
+
+
+def _sections(report: dict) -> Iterator[tuple[str, str]]:
+  yield "Acceptance", table(overall_table(report))
+  yield "By category", _categories(report)
+  yield "By position", _positions(report)
+  yield "Controls", _controls(report)
+  yield "Replay estimate", _replay(report.get("replay") or ())
+  yield "Speed", _speed(report)
+  yield "Predicted speed-up", _prediction(report.get("prediction") or ())
+  yield "Memory", nested(report.get("memory") or {}, is_bytes=True)
+  yield "Where speculation pays", nested(report.get("whatif") or {})
+  yield "Identity", _list(identity_lines(report))
+  yield "Training estimate", _list(estimate_lines(report))
+  yield "Definitions", _pairs(report["definitions"], short=False)
+  yield "Provenance", _provenance(report["provenance"])
+
+
+# Pieces of HTML. Every text passes through `escape`.
+
+
+def table(made: Table) -> str:
+  """A table in a box of its own that scrolls where the page is narrow."""
+  def row(cells, tag):
+    marks = [' class="text"' if i < made.text_columns else "" for i in range(len(cells))]
+    return "".join(f"<{tag}{mark}>{escape(cell)}</{tag}>"
+                   for mark, cell in zip(marks, cells, strict=True))
+
+  body = "".join(f'<tr{" class=all" if cells[0] == "all" else ""}>{row(cells, "td")}</tr>'
+                 for cells in made.rows)
+  note = f'<p class="note">{escape(made.note)}</p>' if made.note else ""
+  return (f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(made.title)}">'
+          f"<table><thead><tr>{row(made.header, 'th')}</tr></thead><tbody>{body}</tbody></table>"
+          f"</div>{note}")
+
+
+def _figure(svg: str, caption: str) -> str:
+  return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _list(lines: Sequence[str]) -> str:
+  return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>" if lines else ""
+
+
+def _pairs(values: Mapping[str, str], short: bool = True) -> str:
+  items = "".join(f"<dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd>"
+                  for name, value in values.items())
+  return f"<dl{' class=short' if short else ''}>{items}</dl>"
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+  return NONE if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+  return NONE if value is None else f"{100 * value:.1f}"
+
+
+def scaled(value: float, is_bytes: bool = False) -> str:
+  """273e9 -> 273 G, and 1610612736 bytes -> 1.50 GiB."""
+  for prefix, power in (("P", 5), ("T", 4), ("G", 3), ("M", 2), ("k", 1)):
+    size = 1024**power if is_bytes else 1000**power
+    if abs(value) >= size:
+      return (f"{value / size:.2f} {prefix.replace('k', 'K')}iB" if is_bytes else
+              f"{value / size:.4g} {prefix}")
+  return f"{value:g} B" if is_bytes else f"{value:g}"
+
+
+def cell(value: Any, is_bytes: bool = False) -> str:
+  """One value of an optional section as text: three digits, large numbers scaled."""
+  if value is None:
+    return NONE
+  if isinstance(value, bool):
+    return "yes" if value else "no"
+  if isinstance(value, int | float):
+    if is_bytes or abs(value) >= 1e6:
+      return scaled(value, is_bytes)
+    if isinstance(value, int) or value == 0:
+      return f"{value:g}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+  if isinstance(value, list | tuple):
+    return ", ".join(cell(v, is_bytes) for v in value) or NONE
+  return str(value)
+
+
+def rows_table(name: str, rows: Sequence[Mapping[str, Any]], is_bytes: bool = False) -> str:
+  """A table of objects, the keys as columns; an interval `x_ci` stands behind `x`."""
+  keys = list(dict.fromkeys(key for row in rows for key in row))
+  shown = [k for k in keys if not (k.endswith("_ci") and k[:-3] in keys)]
+  first = lambda key: next((row[key] for row in rows if row.get(key) is not None), None)
+  # Texts first, so that the columns that stand left are together.
+  shown.sort(key=lambda key: not isinstance(first(key), str))
+
+  def text(row, key):
+    interval = row.get(f"{key}_ci")
+    value = row.get(key)
+    if isinstance(value, int | float) and interval and interval[0] is not None:
+      return f"{value:.3f} ({interval[0]:.3f}–{interval[1]:.3f})"
+    if key == "temperature":
+      return f"{value:g}"
+    return cell(value, is_bytes or key.endswith("bytes"))
+
+  made = Table(name, [_HEADS.get(k, k.replace("_", " ")) for k in shown],
+               [[text(row, key) for key in shown] for row in rows],
+               text_columns=sum(isinstance(first(key), str) for key in shown) or 1)
+  return table(made)
+
+
+def nested(values: Mapping[str, Any], is_bytes: bool = False, depth: int = 3) -> str:
+  """Any object of the report: plain values as a list, lists of objects as tables, objects below a
+  heading of their own."""
+  plain, deep = {}, []
+  for key, value in values.items():
+    name = key.replace("_", " ")
+    if isinstance(value, Mapping) and value:
+      inner = nested(value, is_bytes, min(depth + 1, 6))
+      deep.append(f"<h{depth}>{escape(name)}</h{depth}>{inner}")
+    elif isinstance(value, list | tuple) and value and all(isinstance(v, Mapping) for v in value):
+      deep.append(f"<h{depth}>{escape(name)}</h{depth}>{rows_table(name, value, is_bytes)}")
+    else:
+      plain[name] = cell(value, is_bytes or key.endswith("bytes"))
+  return (_pairs(plain) if plain else "") + "".join(deep)
+
+
+# The sections.
+
+
+def _tiles(report: dict) -> str:
+  tiles = [(f"τ at {setting_label(e, report['settings'])}, {e['rule']}", tau_text(e["all"]),
+            f"{report['drafter']}, {e['all']['prompts']} prompts, {e['all']['rounds']} rounds")
+           for e in report["settings"]]
+  line = report["headline"]
+  if line is not None:
+    interval = ("" if line["speedup_ci"][0] is None else
+                f" ({line['speedup_ci'][0]:.2f}–{line['speedup_ci'][1]:.2f})")
+    tiles.append((f"best speed-up: {line['drafter']}, {line['dtype']}",
+                  f"{line['speedup']:.2f}{interval}",
+                  f"against the fastest plain decoding: {line['plain_dtype']}, "
+                  f"{line['plain_tokens_per_s']:.1f} tokens/s"))
+  judged = [row for row in report["identity"] if row.get("verdict")]
+  if judged:
+    tiles.append(("identity to plain decoding", judged[0]["verdict"],
+                  f"{judged[0]['dtype']}, {judged[0]['drafter']}, {judged[0]['prompts']} prompts"))
+  return '<div class="tiles">' + "".join(
+      f'<div class="tile"><span>{escape(what)}</span><b>{escape(value)}</b>'
+      f"<span>{escape(note)}</span></div>" for what, value, note in tiles) + "</div>"
+
+
+def _warnings(warnings: Sequence[str]) -> str:
+  return (f'<section class="warnings"><h2>Warnings</h2>{_list(warnings)}</section>'
+          if warnings else "")
+
+
+def _at(settings: Sequence[dict], entry: dict) -> dict | None:
+  """The entry of a control for the same temperature and rule."""
+  return next((e for e in settings if (e["temperature"], e["rule"]) == (
+      entry["temperature"], entry["rule"])), None)
+
+
+def _controls_at(report: dict, entry: dict) -> dict[str, dict]:
+  found = {name: _at(c["settings"], entry) for name, c in report["controls"].items()}
+  return {name: e for name, e in found.items() if e is not None}
+
+
+def _categories(report: dict) -> str:
+  out = []
+  for entry in report["settings"]:
+    label = setting_label(entry, report["settings"])
+    controls = _controls_at(report, entry)
+    ranked = sorted(entry["categories"].items(), key=lambda item: -(item[1]["tau"] or 0))
+    header = ["category", "τ\n(95 %)", "accepted\n%", "τ mean", "EOS\ncut %", "looped\n%",
+              *[f"{name}\nτ" for name in controls], "prompts"]
+    rows, points = [], []
+    for name, group in [*ranked, ("all", entry["all"])]:
+      groups = {c: e["all"] if name == "all" else e["categories"].get(name)
+                for c, e in controls.items()}
+      rows.append([name, tau_text(group), _percent(group["acceptance_rate"]),
+                   _number(group["tau_mean"]), _percent(group["eos_cut_share"]),
+                   _percent(group["looped_token_share"]),
+                   *[_number(g["tau"]) if g else NONE for g in groups.values()],
+                   str(group["prompts"])])
+      points.append((name, [(report["drafter"], group["tau"], group["tau_ci"]), *[
+          (c, g["tau"], g["tau_ci"]) for c, g in groups.items() if g]]))
+    plot = plots.forest(points, "τ, tokens per verification pass",
+                        f"τ by category at {label}, with 95 % intervals")
+    out.append(f'<h3>{escape(f"{label}, {entry['rule']}")}</h3><div class="beside">'
+               + _figure(plot, "Bars: 95 % bootstrap interval over prompts.")
+               + "<div>" + table(Table(f"τ by category at {label}", header, rows)) + "</div></div>")
+  return "".join(out)
+
+
+def _positions(report: dict) -> str:
+  figures = []
+  for entry in report["settings"]:
+    label = setting_label(entry, report["settings"])
+    others = {name: e["all"] for name, e in _controls_at(report, entry).items()}
+    figures.append(_figure(
+        plots.positions(report["drafter"], entry["all"], others,
+                        f"acceptance by position at {label}"),
+        f"{label}, {entry['rule']}: share of rounds that accepted at least so many drafts, and of "
+        "those that reached a position the share that accepted it"))
+  return f'<div class="pair">{"".join(figures)}</div>' + table(position_table(report))
+
+
+def _controls(report: dict) -> str:
+  lines = []
+  for name, control in report["controls"].items():
+    taus = ", ".join(f"{setting_label(e, report['settings'])} τ {tau_text(e['all'])} "
+                     f"({e['all']['prompts']} prompts)" for e in control["settings"])
+    what = CONTROLS.get(name.split(":")[0].split("_")[0])
+    lines.append(f"{name}{f' ({what})' if what else ''}: {taus}")
+  return _list(lines)
+
+
+def _replay(rows: Sequence[Mapping]) -> str:
+  if not rows:
+    return ""
+  figures = []
+  for heat in dict.fromkeys(row["temperature"] for row in rows):
+    own = sorted((r for r in rows if r["temperature"] == heat), key=lambda r: r["draft_len"])
+    xs = [r["draft_len"] for r in own]
+    column = lambda key, own=own: [r.get(key) for r in own]
+    curves = [("replay", xs, column("tau"), column("tau_ci"))]
+    for key, name in (("uniform_anchor", "uniform anchors"), ("measured", "decoding (measured)")):
+      if any(isinstance(v, int | float) for v in column(key)):
+        curves.append((name, xs, column(key), column(f"{key}_ci")))
+    figures.append(_figure(
+        plots.lines(curves, "K, drafts per round", "τ", f"estimates of τ at T={heat:g}",
+                    zero=False), f"T={heat:g}"))
+  return f'<div class="pair">{"".join(figures)}</div>' + rows_table("Replay estimate", rows)
+
+
+def _speed(report: dict) -> str:
+  rows = report["speed"]
+  if not rows:
+    return "<p>Speed was not measured.</p>"
+  fastest = max(rows, key=lambda r: r["plain_tokens_per_s"])
+  out = [f"<p>The fastest plain configuration is {escape(fastest['dtype'])}, "
+         f"{fastest['plain_tokens_per_s']:.1f} tokens per second.</p>", table(speed_table(report))]
+  # What the table above leaves out, where it was measured.
+  extra = ("prefill_s", "plain_prefill_s", "compile_s", "plain_compile_s", "plain_step_s",
+           "time_per_output_token_s", "plain_time_per_output_token_s", "pairs", "batch_size")
+  keys = [k for k in extra if any(r.get(k) is not None for r in rows)]
+  if keys:
+    out.append("<h3>Apart from the rates</h3>" + rows_table("Apart from the rates", [
+        {"dtype": r["dtype"], "drafter": r["drafter"], "temperature": r["temperature"],
+         **{k: r.get(k) for k in keys}} for r in rows]))
+  return "".join(out)
+
+
+def _prediction(rows: Sequence[Mapping]) -> str:
+  if not rows:
+    return ""
+  figures = []
+  groups = list(dict.fromkeys((row.get("drafter"), row["dtype"]) for row in rows))
+  for drafter, dtype in groups:
+    own = sorted((r for r in rows if (r.get("drafter"), r["dtype"]) == (drafter, dtype)),
+                 key=lambda r: r["draft_len"])
+    xs = [r["draft_len"] for r in own]
+    column = lambda key, own=own: [r.get(key) for r in own]
+    where = " ".join(filter(None, (drafter, dtype)))
+    curves = [("S predicted", xs, column("speedup"), None)]
+    if any(v is not None for v in column("measured_speedup")):
+      curves.append(("S (measured)", xs, column("measured_speedup"), column("measured_speedup_ci")))
+    figures.append(_figure(plots.lines(curves, "K, drafts per round", "speed-up S",
+                                       f"speed-up by K, {where}"), f"{where}: speed-up"))
+    costs = [("v(K+1), a verification pass", xs, column("verify_cost"), None),
+             ("c, a proposal", xs, column("draft_cost"), None)]
+    figures.append(_figure(plots.lines(costs, "K, drafts per round", "plain steps",
+                                       f"costs by K, {where}"), f"{where}: costs"))
+  return f'<div class="pair">{"".join(figures)}</div>' + rows_table("Predicted speed-up", rows)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+  for name, value in values.items():
+    if isinstance(value, Mapping):
+      yield from _flat(value, f"{prefix}{name}.")
+    elif name not in _HIDDEN:
+      yield f"{prefix}{name}", value
+
+
+def _provenance(provenance: Mapping[str, Any]) -> str:
+  shown = {name: value for name, value in provenance.items() if name not in (*_HIDDEN, "config")}
+  exact = lambda value: ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+  out = _pairs({name: exact(value) for name, value in _flat(shown)})
+  config = provenance.get("config")
+  if config:
+    out += "<h3>Config</h3>" + _pairs({name: exact(v) for name, v in _flat(config)})
+  return out
