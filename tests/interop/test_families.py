@@ -103,3 +103,23 @@ def test_what_we_write_transformers_reads(reference, written, name):
   wanted = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
             "qwen3_moe": "Qwen3Moe", "gemma3": "Gemma3"}[checkpoint.config.architecture]
   assert str(written[f"{name}_class"]) == f"{wanted}ForCausalLM"
+
+
+def test_the_real_gemma(reference):
+  """The first positions, and those beyond the window, of the real file in both (METHODS: 1e-2)."""
+  arrays = reference["folder"].parent / "gemma3_270m.npz"
+  path = os.environ.get("SPEC_JAX_GEMMA_GGUF")
+  if not path or not arrays.is_file():
+    pytest.skip("SPEC_JAX_GEMMA_GGUF named no file here or when the reference was computed")
+  checkpoint = open_checkpoint(path)
+  model = decoder(checkpoint)
+  with np.load(arrays) as theirs:
+    ids, at, wanted = (theirs[name] for name in ("ids", "at", "logits"))
+  assert ids[0] == checkpoint.config.bos_id and len(ids) > checkpoint.config.sliding_window
+  text = checkpoint.tokenizer().decode(ids[1:13])
+  assert checkpoint.tokenizer().encode(text, add_special=True) == ids[:13].tolist()
+  hidden = model.hidden(jnp.asarray(ids[None]), jnp.arange(len(ids))[None]).hidden[0]
+  logits = np.asarray(model.logits(hidden[at]))
+  assert np.abs(logits - wanted).max() < 1e-2 < wanted.std()
+  # "<bos>The capital of France is" -> " Paris"
+  assert checkpoint.tokenizer().decode([int(logits[5].argmax())]) in (" Paris", " the", " a")
