@@ -121,6 +121,7 @@ class EvaluateConfig:
 
   path: str = ""  # JSONL of other prompts than the prompts stage kept for evaluation
   draft_len: int = 5
+  more_draft_lens: tuple[int, ...] = ()  # K that also decode and are timed, to check predictions
   temperatures: tuple[float, ...] = (0.0, 1.0)
   rules: tuple[str, ...] = ("ratio",)  # at temperatures above zero; at zero it is greedy
   dtype: str = "bfloat16"  # of the acceptance runs
@@ -216,6 +217,8 @@ def validate(cfg: Config) -> None:
   if not set(cfg.evaluate.speed_dtypes) <= set(DTYPES):
     raise UserError(
         f"evaluate.speed_dtypes={cfg.evaluate.speed_dtypes} must be among {', '.join(DTYPES)}")
+  if any(K < 1 for K in cfg.evaluate.more_draft_lens):
+    raise UserError(f"evaluate.more_draft_lens={cfg.evaluate.more_draft_lens} must be at least 1")
   known = [name for name in RULES if name != "greedy"]
   if not cfg.evaluate.rules or not set(cfg.evaluate.rules) <= set(known):
     raise UserError(f"evaluate.rules={cfg.evaluate.rules} must be among {', '.join(known)}")
@@ -230,9 +233,11 @@ def validate(cfg: Config) -> None:
         f"generate.max_prompt_tokens={cfg.generate.max_prompt_tokens} must be below "
         f"train.seq_len={cfg.train.seq_len}: answers to longer prompts would be cut away")
   most = cfg.drafter.block_size - (cfg.drafter.kind == "dflash")
-  if cfg.drafter.kind in ("dflash", "dspark") and cfg.evaluate.draft_len > most:
-    raise UserError(f"evaluate.draft_len={cfg.evaluate.draft_len} must be at most {most}: what a "
-                    f"{cfg.drafter.kind} drafter of drafter.block_size={cfg.drafter.block_size} "
+  longest = max(cfg.evaluate.draft_len, *cfg.evaluate.more_draft_lens, 0)
+  if cfg.drafter.kind in ("dflash", "dspark") and longest > most:
+    field = "draft_len" if longest == cfg.evaluate.draft_len else "more_draft_lens"
+    raise UserError(f"evaluate.{field}={getattr(cfg.evaluate, field)} must be at most {most}: what "
+                    f"a {cfg.drafter.kind} drafter of drafter.block_size={cfg.drafter.block_size} "
                     "drafts")
   if cfg.train.beta2 == 1:
     raise UserError("train.beta2=1.0 must be below 1: Adam divides by 1 - beta2**step")

@@ -44,7 +44,8 @@ def draft_lens(drafter: Drafter, draft_len: int) -> tuple[int, ...]:
 def estimate(
     target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]], *, temperature: float, lengths: Sequence[int],
-    batch_size: int = 8, advance: Callable[[int], Any] = lambda tokens: None) -> dict[str, Any]:
+    batch_size: int = 8, advance: Callable[[int, int], Any] = lambda answers, tokens: None,
+) -> dict[str, Any]:
   """What decoding with `drafter` would have done on the target's own answers.
 
   Args:
@@ -56,7 +57,7 @@ def estimate(
     temperature: of both sides.
     lengths: the K.
     batch_size: answers of one pass.
-    advance: called with the tokens of a batch that is done.
+    advance: called with the number of answers of a batch that is done and of their tokens.
 
   Returns:
     {"lengths", "rows", "survival"}: for each answer {"tokens": those emitted by rounds, "rounds":
@@ -86,7 +87,7 @@ def estimate(
 def chances(
     target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]], temperature: float, lengths: Sequence[int],
-    batch_size: int = 8, advance: Callable[[int], Any] = lambda tokens: None):
+    batch_size: int = 8, advance: Callable[[int, int], Any] = lambda answers, tokens: None):
   """Yields (index, {K: (chance [N, K], overlap [N, K])}) of every answer, as `spec_jax.replay` has
   them; the arguments are those of `estimate`."""
   module, lengths = drafter.module, tuple(lengths)
@@ -113,7 +114,7 @@ def chances(
         chance[first + np.arange(len(chance)) + K > module.max_position] = 0.0
         found[K] = chance, shared
       yield i, found
-    advance(sum(len(answers[i]) for i in members))
+    advance(len(members), sum(len(answers[i]) for i in members))
 
 
 def _table(values: np.ndarray, draft_len: int, column: int, kind: str) -> np.ndarray:

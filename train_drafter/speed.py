@@ -169,3 +169,39 @@ def costs(
   return {name: {"draft_cost": median[name] / median["plain"],
                  "verify_cost": median["verify"] / median["plain"],
                  "plain_step_s": median["plain"] / count} for name in singles}
+
+
+def cost_curve(single: Single, ids: Sequence[int], draft_lens: Sequence[int], repeats: int,
+               count: int = 4) -> dict[str, Any]:
+  """What a verification pass of every width costs, and a proposal of every draft length.
+
+  Args:
+    single: with a drafter; its draft length is at least the longest of `draft_lens`.
+    ids: the prompt whose state is timed.
+    draft_lens: K of the proposals.
+    repeats: measurements of each piece.
+    count: passes of one measurement.
+
+  Returns:
+    {"plain_step_s": seconds of a pass one token wide, "verify": [v(1), ..., v(K_max + 1)] and
+    "draft": [c(K) for K in draft_lens], both in such steps, from medians}.
+  """
+  program, params, state = single.prefilled(ids)
+  cache = [jax.tree.map(jnp.copy, state.cache)]
+
+  def run_pass(width):
+    block = jnp.broadcast_to(state.tokens[:, :1], (1, width))
+    out, cache[0] = pass_loop(program, params, cache[0], block, state.length, count)
+    return out
+
+  def run_draft(draft_len):
+    # What a proposal reads of the state does not depend on K.
+    return draft_loop(dataclasses.replace(program, draft_len=draft_len), params, state, count)
+
+  widths = range(1, max(draft_lens) + 2)
+  pieces = {f"pass {w}": functools.partial(run_pass, w) for w in widths}
+  pieces |= {f"draft {K}": functools.partial(run_draft, K) for K in draft_lens}
+  median = {n: float(np.median(t)) for n, t in interleaved(pieces, repeats).items()}
+  plain = median["pass 1"]
+  return {"plain_step_s": plain / count, "verify": [median[f"pass {w}"] / plain for w in widths],
+          "draft": [median[f"draft {K}"] / plain for K in draft_lens]}
