@@ -133,6 +133,8 @@ class EvaluateConfig:
   batch_size: int = 32
   untrained_per_category: int = 4  # prompts of the untrained control; 0 for all
   same_shape: bool = True  # greedy text of all prompts against the same-shape baseline
+  # Sequences decoded together whose costs are measured, up to a second a pass (in `dtype`).
+  batch_sizes: tuple[int, ...] = (1, 4, 16, 64)
   speed_prompts: int = 9  # timed one by one, plain and speculative interleaved; 0 for all
   ngram: str = "ngram:3-1"
   lookup: str = ""  # MAX-MIN, such as 3-2: also measure prompt lookup over the trained drafter
@@ -217,8 +219,9 @@ def validate(cfg: Config) -> None:
   if not set(cfg.evaluate.speed_dtypes) <= set(DTYPES):
     raise UserError(
         f"evaluate.speed_dtypes={cfg.evaluate.speed_dtypes} must be among {', '.join(DTYPES)}")
-  if any(K < 1 for K in cfg.evaluate.more_draft_lens):
-    raise UserError(f"evaluate.more_draft_lens={cfg.evaluate.more_draft_lens} must be at least 1")
+  for name in ("evaluate.more_draft_lens", "evaluate.batch_sizes"):
+    if any(value < 1 for value in _get(cfg, name)):
+      raise UserError(f"{name}={_get(cfg, name)} must be at least 1")
   known = [name for name in RULES if name != "greedy"]
   if not cfg.evaluate.rules or not set(cfg.evaluate.rules) <= set(known):
     raise UserError(f"evaluate.rules={cfg.evaluate.rules} must be among {', '.join(known)}")

@@ -13,6 +13,7 @@ the same-shape baseline.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import time
@@ -31,7 +32,7 @@ from spec_jax.errors import UserError
 from spec_jax.generate import Finished, Run, encode_prompt
 from spec_jax.target import Target
 from train_drafter import config as config_lib
-from train_drafter import forecast, manifest, report, speed
+from train_drafter import forecast, manifest, report, speed, whatif
 from train_drafter.config import Config
 from train_drafter.conversations import prompt_files
 from train_drafter.documents import draft_vocabulary
@@ -150,6 +151,8 @@ def run(cfg: Config, workdir: Path) -> Path:
     if kind == options.dtype:
       with _clock(spent, "replay"):
         forecast.replayed(bench, settings(cfg), acceptance, _kept)
+      _kept(folder / "parts" / "memory.json", functools.partial(
+          whatif.memory, target, bench.drafter(cfg.drafter.kind)))
     if kind == options.identity_dtype and options.same_shape:
       with _clock(spent, f"identity {kind}"):
         identity_of_batch(bench)
@@ -386,6 +389,9 @@ def collect(
     identities += part["identity"]
   forecasts = {name: [_read_part(path) for path in paths]
                for name, paths in forecast.part_paths(cfg, parts, settings(cfg)).items()}
+  memory = _read_part(parts / "memory.json")
+  forecasts |= {"memory": memory, "whatif": whatif.section(
+      memory, forecast.coldest_taus(forecasts["replay"]))}
   report.save_evaluation(
       folder, records=rows, target=cfg.target.source, drafter=cfg.drafter.kind,
       draft_len=options.draft_len, max_new_tokens=options.max_new_tokens, speed=speeds,

@@ -19,6 +19,8 @@ from train_drafter.config import Config
 from train_drafter.progress import Bar
 
 _REPEATS = 7
+_BATCH_REPEATS = 3
+_LONGEST_S = 1.0  # of a verification pass behind which no larger batch is timed
 
 Setting = tuple[float, str]
 
@@ -83,6 +85,7 @@ def costs(bench: Any, kept: Callable[[Path, Callable], Any]) -> dict[str, Any]:
     with Bar(f"costs {dtype}", total=decodes) as bar:
       part = cost_part(
           bench.target, drafter, [bench.ids[i] for i in members], lens, more,
+          options.batch_sizes if dtype == options.dtype else (), draft_len=options.draft_len,
           size=bench.width(members), max_new_tokens=options.max_new_tokens, seed=options.seed,
           advance=lambda tokens: bar.advance(1, amount=tokens))
     return {"dtype": dtype, "prompts": [bench.prompts[i]["id"] for i in members], **part}
@@ -121,8 +124,8 @@ def replay_part(
 
 def cost_part(
     target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], draft_lens: Sequence[int],
-    timed: Sequence[int], *, size: int, max_new_tokens: int, seed: int,
-    advance: Callable[[int], Any]) -> dict[str, Any]:
+    timed: Sequence[int], batches: Sequence[int] = (), *, draft_len: int, size: int,
+    max_new_tokens: int, seed: int, advance: Callable[[int], Any]) -> dict[str, Any]:
   """Costs of every K, and speed-ups measured with some of them.
 
   Args:
@@ -131,18 +134,23 @@ def cost_part(
     prompts: token ids; the costs are those behind the first.
     draft_lens: K whose costs are measured.
     timed: K that decode every prompt, interleaved with plain decoding.
+    batches: numbers of rows whose costs are measured, with `draft_len`.
+    draft_len: K of the report.
     size: width of a prefill.
     max_new_tokens: of the decoding.
     seed: of the bootstrap.
     advance: called with the tokens of each decode.
 
   Returns:
-    The result of `speed.cost_curve`, "draft_lens", and "measured": for each of `timed` draft_len,
-    speedup, speedup_ci, speedup_pooled and the tau of these decodes.
+    The result of `speed.cost_curve`, "draft_lens"; "batches": of `speed.batch_costs`; and
+    "measured": for each of `timed` draft_len, speedup, speedup_ci, speedup_pooled and the tau of
+    these decodes.
   """
   make = lambda draft_len, draft=drafter: speed.Single(
       target, draft, draft_len, size, max_new_tokens)
   costs = speed.cost_curve(make(max(draft_lens)), prompts[0], draft_lens, _REPEATS)
+  many = speed.batch_costs(
+      make(draft_len), prompts[0], batches, _BATCH_REPEATS, _LONGEST_S) if batches else []
   sides = {0: make(0, None)} | {K: make(K) for K in timed} if timed else {}
   for single in sides.values():
     single(prompts[0], budget=2)
@@ -164,7 +172,7 @@ def cost_part(
     measured.append({
         "draft_len": K, "speedup": pair["ratio"], "speedup_ci": pair["ratio_ci"],
         "speedup_pooled": float(pooled(K) / pooled(0)), "tau": metrics.tau(rows[K])})
-  return {**costs, "draft_lens": list(draft_lens), "measured": measured}
+  return {**costs, "draft_lens": list(draft_lens), "batches": many, "measured": measured}
 
 
 # Sections of the report.
@@ -212,6 +220,14 @@ def replay_section(
             "the predicted speed-ups are not to be trusted")
     out.append({name: metrics.to_plain(value) for name, value in row.items()})
   return out
+
+
+def coldest_taus(parts: Sequence[dict]) -> dict[int, float]:
+  """Replayed tau by K at the lowest temperature that has an estimate."""
+  rows = replay_section(parts, [])
+  coldest = min((row["temperature"] for row in rows), default=0.0)
+  return {row["draft_len"]: row["tau"] for row in rows
+          if row["temperature"] == coldest and row["tau"] is not None}
 
 
 def _tau(rows: Sequence[dict], at: int) -> float:

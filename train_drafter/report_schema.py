@@ -67,9 +67,10 @@ _REPLAY_KEYS = {
     "tau_ci": _PAIR, "uniform_anchor": _MAYBE, "survival": _LIST, "measured": _MAYBE,
     "measured_ci": _PAIR, "difference": _MAYBE, "difference_ci": _PAIR, "agrees": _MAYBE_BOOL,
 }
-# A dtype: verify[W - 1] is v(W), draft[i] is c of K = draft_lens[i], both in plain steps.
+# A dtype: verify[W - 1] is v(W), draft[i] is c of K = draft_lens[i], both in plain steps; batches
+# has the costs of draft_len by sequences decoded together, in plain steps of as many.
 _COST_KEYS = {"dtype": _TEXT, "prompts": _LIST, "plain_step_s": _NUMBER, "verify": _LIST,
-              "draft": _LIST, "draft_lens": _LIST, "measured": _LIST}
+              "draft": _LIST, "draft_lens": _LIST, "measured": _LIST, "batches": _LIST}
 # A dtype and K; "chosen" marks the largest predicted speed-up of a dtype.
 _PREDICTION_KEYS = {
     "dtype": _TEXT, "temperature": _NUMBER, "draft_len": _INT, "tau": _MAYBE, "tau_timed": _MAYBE,

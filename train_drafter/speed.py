@@ -205,3 +205,46 @@ def cost_curve(single: Single, ids: Sequence[int], draft_lens: Sequence[int], re
   plain = median["pass 1"]
   return {"plain_step_s": plain / count, "verify": [median[f"pass {w}"] / plain for w in widths],
           "draft": [median[f"draft {K}"] / plain for K in draft_lens]}
+
+
+def batch_costs(single: Single, ids: Sequence[int], batches: Sequence[int], repeats: int,
+                longest_s: float) -> list[dict]:
+  """What a round costs when several sequences decode together.
+
+  Args:
+    single: with a drafter.
+    ids: the prompt whose state is timed, the same in every row.
+    batches: numbers of rows, ascending.
+    repeats: measurements of each piece.
+    longest_s: no batch follows one whose verification pass took longer.
+
+  Returns:
+    For each batch {"batch", "plain_step_s": seconds of a pass one token wide, "draft_cost",
+    "verify_cost": in such steps, from medians}.
+  """
+  program, params, state = single.prefilled(ids)
+
+  def measure(rows):
+    many = jax.tree.map(lambda x: x[jnp.zeros(rows, jnp.int32)], state)
+    # The passes donate the target's cache, so the drafter's loop has one of its own.
+    cache = [jax.tree.map(jnp.copy, many.cache)]
+
+    def run_pass(width):
+      block = jnp.broadcast_to(many.tokens[:, :1], (rows, width))
+      got, cache[0] = pass_loop(program, params, cache[0], block, many.length, 1)
+      return got
+
+    times = interleaved({
+        "plain": lambda: run_pass(1), "verify": lambda: run_pass(single.draft_len + 1),
+        "draft": lambda: draft_loop(program, params, many, 1)}, repeats)
+    return {name: float(np.median(t)) for name, t in times.items()}
+
+  out = []
+  for rows in batches:
+    median = measure(rows)
+    out.append({"batch": rows, "plain_step_s": median["plain"],
+                "draft_cost": median["draft"] / median["plain"],
+                "verify_cost": median["verify"] / median["plain"]})
+    if median["verify"] > longest_s:
+      break
+  return out

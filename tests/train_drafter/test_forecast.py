@@ -1,5 +1,6 @@
 """Sections of prediction: hand-computed values, warnings, and the parts of a finished run."""
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from spec_jax.errors import UserError
+from tests.train_drafter.test_report import hand_written
 from train_drafter import config as config_lib
 from train_drafter import evaluate, forecast, report
 from train_drafter.config import Config
@@ -24,6 +26,11 @@ def part(rule="greedy", temperature=0.0, decoded=2, lengths=(1, 2), measured=(4,
               zip(("a", "b", "c"), (8, 4, 0), measured, (6, 4, 0), strict=True))]
   return {"temperature": temperature, "rule": rule, "decoded": decoded, "rows": rows,
           "lengths": list(lengths), "survival": [[0.5] * K for K in lengths]} | changes
+
+
+COST = {"dtype": "float32", "prompts": ["a"], "plain_step_s": 0.01, "verify": [1.0, 1.1, 1.5],
+        "draft": [0.1, 0.2], "draft_lens": [1, 2], "batches": [],
+        "measured": [{"draft_len": 1, "speedup": 1.2, "speedup_ci": [1.1, 1.3]}]}
 
 
 def test_replay_rows_by_hand():
@@ -56,22 +63,19 @@ def test_the_text_of_the_same_length_counts():
 
 
 def test_prediction_by_hand():
-  cost = {"dtype": "float32", "prompts": ["a"], "plain_step_s": 0.01, "verify": [1.0, 1.1, 1.5],
-          "draft": [0.1, 0.2], "draft_lens": [1, 2],
-          "measured": [{"draft_len": 1, "speedup": 1.2, "speedup_ci": [1.1, 1.3]}]}
   speed = [{"dtype": "float32", "drafter": "small_lm", "temperature": 0.0, "speedup": 1.25,
             "speedup_ci": [1.2, 1.3]},
            {"dtype": "float32", "drafter": "ngram", "temperature": 0.0, "speedup": 9.0,
             "speedup_ci": [9, 9]}]
   warm = part("ratio", 1.0)
-  one, two = forecast.prediction_section([cost], [warm, part()], speed, "small_lm", 2)
+  one, two = forecast.prediction_section([COST], [warm, part()], speed, "small_lm", 2)
   assert one["speedup"] == pytest.approx(12 / 9 / 1.2)
   assert two["speedup"] == pytest.approx(2.0 / 1.7)
   assert two["speedup_timed"] == pytest.approx((8 / 4) / 1.7) and two["tau_timed"] == 2.0
   assert one["tau_timed"] == 8 / 6
   assert (one["measured"], two["measured"], two["measured_ci"]) == (1.2, 1.25, [1.2, 1.3])
   assert (one["chosen"], two["chosen"]) == (False, True)
-  assert forecast.prediction_section([cost], [warm], speed, "small_lm", 2) == []
+  assert forecast.prediction_section([COST], [warm], speed, "small_lm", 2) == []
 
 
 def test_a_finished_run_predicts_and_checks(finished):
@@ -93,6 +97,8 @@ def test_a_finished_run_predicts_and_checks(finished):
   cost, = made["costs"]
   assert len(cost["verify"]) == 8 and len(cost["draft"]) == 7 and cost["verify"][0] == 1
   assert all(v > 0 for v in cost["verify"] + cost["draft"]) and len(cost["prompts"]) == 3
+  assert [b["batch"] for b in cost["batches"]] == [1, 2]
+  assert all(b["verify_cost"] > 0 and b["draft_cost"] > 0 for b in cost["batches"])
   assert [r["draft_len"] for r in made["prediction"]] == list(range(1, 8))
   assert sum(r["chosen"] for r in made["prediction"]) == 1
   timed = {r["draft_len"]: r["measured"] for r in made["prediction"]}
@@ -100,6 +106,11 @@ def test_a_finished_run_predicts_and_checks(finished):
       r["speedup"] for r in made["speed"] if r["drafter"] == cfg.drafter.kind)
   assert timed[1] == cost["measured"][0]["speedup"] > 0 and timed[2] is None
   report.validate_report(made)
+  assert made["memory"]["drafter"]["kind"] == "small_lm"
+  assert made["memory"]["target"]["parameters"] > made["memory"]["drafter"]["trained_parameters"]
+  best = made["whatif"]["accelerators"][0]["rows"][0]
+  taus = {k: rows[0.0, k]["tau"] for k in range(1, 8)}
+  assert best["draft_len"] in taus and best["speedup"] <= taus[best["draft_len"]]
 
 
 def test_a_stopped_stage_keeps_its_parts(finished, tmp_path, monkeypatch):
@@ -130,3 +141,26 @@ def test_more_draft_lens_are_checked():
   cfg.drafter.kind = "dflash"
   with pytest.raises(UserError, match="more_draft_lens=.1, 9. must be at most 7"):
     config_lib.validate(cfg)
+
+
+def test_sections_of_a_hand_written_report(tmp_path):
+  """A disagreement stands among the report's warnings, and the sections come back from disk."""
+  everything = dict(
+      target="toy", drafter="small_lm", draft_len=5, max_new_tokens=128, records=hand_written(),
+      replay=[part(measured=(6, 3, 0))], costs=[COST], memory={"features_bytes_per_token": 0},
+      whatif={"accelerators": []})
+  made = report.build_report(**everything)
+  assert [w for w in made["warnings"] if "DISAGREE" in w]
+  assert [r["tau"] for r in made["replay"]] == [12 / 9, 2.0]
+  assert [r["chosen"] for r in made["prediction"]] == [False, True]
+  assert made["costs"] == [COST] and made["memory"] == {"features_bytes_per_token": 0}
+  report.save_evaluation(tmp_path, **everything)
+  assert report.report_from_folder(tmp_path) == made
+  for section, name in (("replay", "agrees"), ("prediction", "chosen"), ("costs", "verify")):
+    broken = copy.deepcopy(made)
+    del broken[section][0][name]
+    with pytest.raises(UserError, match=rf"{section}\[0\].{name} is missing"):
+      report.validate_report(broken)
+  made["replay"][0]["agrees"] = "yes"
+  with pytest.raises(UserError, match="agrees must be true, false or null"):
+    report.validate_report(made)

@@ -47,7 +47,7 @@ def estimated(kind, prompts, out, temperature, lengths):
       target, drafter, prompts, out.tokens, temperature=temperature, lengths=lengths)
 
 
-@pytest.mark.parametrize("kind", ["small_lm", "reduced", "eagle3", "dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["small_lm", "eagle3", "dflash", "dspark"])
 def test_greedy_replay_is_the_decoding_itself(kind):
   """One set of greedy answers gives the rounds of every K, prompt by prompt; some end at EOS."""
   target, drafter = pair(kind)
@@ -65,8 +65,7 @@ def test_greedy_replay_is_the_decoding_itself(kind):
 
 
 @pytest.mark.parametrize("kind,draft_len,temperature", [
-    ("small_lm", 3, 1.0), ("reduced", 5, 2.0), ("eagle3", 4, 1.5), ("dflash", 4, 2.0),
-    ("dspark", 3, 2.0)])
+    ("small_lm", 3, 1.0), ("reduced", 5, 2.0), ("eagle3", 4, 1.5), ("dflash", 4, 2.0)])
 def test_warm_replay_agrees_with_decoding(kind, draft_len, temperature):
   prompts, out = decoded(kind, draft_len, temperature, 144)
   found = estimated(kind, prompts, out, temperature, (1, draft_len))
@@ -86,7 +85,7 @@ def test_warm_replay_agrees_with_decoding(kind, draft_len, temperature):
 
 
 def test_the_chance_is_q_over_p_and_the_overlap_is_of_both():
-  """A draft vocabulary of ids 3 and 1: the other ids have q = 0 and can only come from the target."""
+  """A draft vocabulary of ids 3 and 1: the others have q = 0 and come from the target alone."""
   module = drafters.init_from_target(tiny.target(), (0,), np.array([3, 1], np.int32))
   p = np.zeros((4, tiny.VOCAB), np.float32)
   p[:, [1, 2, 3]] = 0.5, 0.2, 0.3
