@@ -249,7 +249,8 @@ def prediction_section(
 
   Returns:
     Rows; the one with the largest speedup of each dtype is "chosen". "speedup_timed" is the same
-    from the tau of the timed prompts alone: that is what a measured one is to be held against.
+    from the tau of the timed prompts alone: that is what "measured_pooled", of all their tokens as
+    tau is, has to be held against; "measured" is the median of the prompts' ratios.
   """
   greedy = [p for p in parts if p["rule"] == "greedy"]
   out = []
@@ -271,7 +272,8 @@ def prediction_section(
              "draft_cost": c, "verify_cost": cost["verify"][K], "tau_timed": timed,
              "speedup": tau / total, "speedup_timed": timed / total,
              "measured": known.get(K, {}).get("speedup"),
-             "measured_ci": known.get(K, {}).get("speedup_ci", [None, None])}
+             "measured_ci": known.get(K, {}).get("speedup_ci", [None, None]),
+             "measured_pooled": known.get(K, {}).get("speedup_pooled")}
       rows.append({name: metrics.to_plain(value) for name, value in row.items()} |
                   {"chosen": False})
     if rows:

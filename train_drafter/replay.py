@@ -9,7 +9,7 @@ are held, their logits are not: those exist for one chunk of positions at a time
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ _CHUNK = 64  # positions whose logits exist at once
 _ANCHORS = 32  # blocks of a row that run at once
 _WIDTH = 64  # rows are as wide as the next multiple of it
 _BLOCKS = ("dflash", "dspark")
+PACKED = ("small_lm", "eagle3")  # whose training batches give the estimate of every answer
 
 
 def draft_lens(drafter: Drafter, draft_len: int) -> tuple[int, ...]:
@@ -174,13 +175,32 @@ def _scores(
   batch = batch | {"features": read.features}
   states = _states(module, kind, batch, target, lengths)
   teacher = read.hidden.reshape(-1, read.hidden.shape[-1])[batch["place"]]
+  heat = jnp.full(batch["place"].shape, temperature)
+  return score(module, target, states, teacher, batch["label"], heat, batch["weight"], greedy)
+
+
+def score(
+    module: Any, target: Any, states: Float[Array, "M J E"], teacher: Float[Array, "M D"],
+    labels: Int[Array, " M"], temperatures: Float[Array, " M"], used: Float[Array, " M"],
+    greedy: bool) -> tuple[Float[Array, "M J"], Float[Array, "M J"]]:
+  """min(1, q(x)/p(x)) and sum min(p, q) of every state, some positions at a time.
+
+  Args:
+    module: the drafter.
+    target: lends the head.
+    states: of the drafter, J for each position.
+    teacher: the target's states that predict the same tokens.
+    labels: x.
+    temperatures: of both sides; 0 for certain choices.
+    used: 0 for positions that hold nothing.
+    greedy: every temperature is 0: no probabilities are made.
+  """
   ids = module.draft_ids[...] if hasattr(module, "draft_ids") else None
   trained = module.head_parameters()
   settings = Sampling(greedy)
-  heat = jnp.broadcast_to(temperature, (_CHUNK,))
 
-  def score(part):
-    hidden, teacher, label = part
+  def one(part):
+    hidden, teacher, label, heat = part
     rows = target.logits(teacher)
     best = sampling.argmax(rows)
     p = None if greedy else sampling.probabilities(rows, settings, heat)
@@ -198,13 +218,15 @@ def _scores(
 
   def chunk(part):
     used, part = part
-    shapes = jax.eval_shape(score, part)
+    shapes = jax.eval_shape(one, part)
     nothing = lambda part: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return jax.lax.cond(jnp.any(used > 0), score, nothing, part)
+    return jax.lax.cond(jnp.any(used > 0), one, nothing, part)
 
-  split = lambda x: x.reshape(-1, _CHUNK, *x.shape[1:])
-  parts = (split(batch["weight"]), (split(states), split(teacher), split(batch["label"])))
-  return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), jax.lax.map(chunk, parts))
+  count = len(labels)
+  pad = lambda x: jnp.pad(x, ((0, -count % _CHUNK), *[(0, 0)] * (x.ndim - 1)))
+  split = lambda x: pad(x).reshape(-1, _CHUNK, *x.shape[1:])
+  out = jax.lax.map(chunk, jax.tree.map(split, (used, (states, teacher, labels, temperatures))))
+  return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[:count], out)
 
 
 def _ratio(p, q, label, ids, module):
@@ -215,7 +237,8 @@ def _ratio(p, q, label, ids, module):
   known = place < q.shape[1]  # what is not in the draft vocabulary can only come from the target
   qx = jnp.where(known, at(q, jnp.where(known, place, 0)), 0.0)
   px = at(p, label)
-  accept = jnp.where(qx < px, qx / jnp.where(px > 0, px, 1.0), 1.0)
+  # A token of probability zero, by rounding or at temperature 0, was a draft if q drafts it.
+  accept = jnp.where(qx < px, qx / jnp.where(px > 0, px, 1.0), (qx > 0).astype(qx.dtype))
   overlap = jnp.sum(jnp.minimum(shared, q[:, :shared.shape[1]]), -1)
   return accept, jnp.minimum(overlap, 1.0)  # the sum of float32 may exceed it
 
@@ -256,3 +279,38 @@ def _blocks(module, batch, target, draft_len) -> Float[Array, "R A K E"]:
 
   out = jax.lax.map(some, starts)  # [count / C, R, C, K, E]
   return out.transpose(1, 0, 2, 3, 4).reshape(R, count, draft_len, -1)
+
+
+# The training-time metric.
+
+
+def packed_chances(
+    module: Any, target: Any, batch: dict[str, Array], draft_len: int) -> Float[Array, "M J"]:
+  """min(1, q(x)/p(x)) of every supervised position of a packed batch (see `Packer`), from the
+  teacher's stored states: the target does not run. J is 1 (small_lm) or K (eagle3)."""
+  states = _states(module, module.kind, batch, target, (draft_len,))
+  label = jnp.roll(batch["tokens"].reshape(-1), -1)[batch["place"]]
+  heat = jnp.maximum(batch["temperature"], 0.0)
+  teacher = batch["hidden"].astype(states.dtype)
+  return score(module, target, states, teacher, label, heat, batch["weight"], False)[0]
+
+
+def packed_rounds(
+    chances: np.ndarray, batch: Mapping[str, Any], kind: str, draft_len: int,
+) -> dict[str, np.ndarray]:
+  """Tokens and expected rounds [2] of the answers of a packed batch, by name: "replay_tau" of what
+  was sampled warm, "replay_tau_T0" of greedy answers; those of unknown temperature are left out."""
+  T = batch["segments"].shape[1]
+  place = batch["place"][batch["weight"] > 0]
+  owner = place // T * (T + 1) + batch["segments"].reshape(-1)[place]
+  edges = np.flatnonzero(np.diff(owner, prepend=-1, append=-1))
+  sums: dict[str, np.ndarray] = {}
+  for begin, end in zip(edges, edges[1:], strict=False):
+    heat = float(batch["temperature"][begin])
+    if heat < 0 or end - begin < 2:
+      continue
+    name = "replay_tau_T0" if heat < GREEDY_BELOW else "replay_tau"
+    table = _table(chances[begin + 1:end], draft_len, 0, kind)
+    found = np.array([end - begin - 1, replay.expected_rounds(table)])
+    sums[name] = sums.get(name, 0.0) + found
+  return sums

@@ -38,6 +38,9 @@ DEFINITIONS = {
                       "behind tokens that were hard to guess",
     "agrees": "the 95 % interval of measured - replayed tau of the same text holds 0",
     "speedup_timed": "the predicted speed-up from the tau of the timed prompts alone",
+    "roofline": "a pass takes its bytes / bandwidth or its operations / peak, whichever is longer; "
+                "no kernel, communication or host time",
+    "cache_tokens_displaced": "parameter bytes of the drafter / cache bytes of a target token",
     "identical_same_shape": "share of outputs equal to those of the same compiled step with every "
                             "draft refused",
     "identical_width_1": "share of outputs equal to those of ordinary one-token decoding",
@@ -61,6 +64,7 @@ _REPORT_KEYS = {
     "provenance": _DICT, "replay": _LIST, "costs": _LIST, "prediction": _LIST,
     "whatif": _MAYBE_DICT, "memory": _MAYBE_DICT,
 }
+# The keys of "whatif" and "memory" stand with `section` and `memory` of train_drafter/whatif.py.
 # A row for each setting and K; "measured" and what follows are null where that K did not decode.
 _REPLAY_KEYS = {
     "temperature": _NUMBER, "rule": _TEXT, "draft_len": _INT, "prompts": _INT, "tau": _MAYBE,
@@ -75,7 +79,7 @@ _COST_KEYS = {"dtype": _TEXT, "prompts": _LIST, "plain_step_s": _NUMBER, "verify
 _PREDICTION_KEYS = {
     "dtype": _TEXT, "temperature": _NUMBER, "draft_len": _INT, "tau": _MAYBE, "tau_timed": _MAYBE,
     "draft_cost": _NUMBER, "verify_cost": _NUMBER, "speedup": _MAYBE, "speedup_timed": _MAYBE,
-    "measured": _MAYBE, "measured_ci": _PAIR, "chosen": _BOOL,
+    "measured": _MAYBE, "measured_ci": _PAIR, "measured_pooled": _MAYBE, "chosen": _BOOL,
 }
 _SETTING_KEYS = {"temperature": _NUMBER, "rule": _TEXT, "all": _DICT, "categories": _DICT}
 _SPEED_KEYS = {

@@ -30,7 +30,8 @@ def part(rule="greedy", temperature=0.0, decoded=2, lengths=(1, 2), measured=(4,
 
 COST = {"dtype": "float32", "prompts": ["a"], "plain_step_s": 0.01, "verify": [1.0, 1.1, 1.5],
         "draft": [0.1, 0.2], "draft_lens": [1, 2], "batches": [],
-        "measured": [{"draft_len": 1, "speedup": 1.2, "speedup_ci": [1.1, 1.3]}]}
+        "measured": [{"draft_len": 1, "speedup": 1.2, "speedup_ci": [1.1, 1.3],
+                      "speedup_pooled": 1.15}]}
 
 
 def test_replay_rows_by_hand():
@@ -74,6 +75,7 @@ def test_prediction_by_hand():
   assert two["speedup_timed"] == pytest.approx((8 / 4) / 1.7) and two["tau_timed"] == 2.0
   assert one["tau_timed"] == 8 / 6
   assert (one["measured"], two["measured"], two["measured_ci"]) == (1.2, 1.25, [1.2, 1.3])
+  assert (one["measured_pooled"], two["measured_pooled"]) == (1.15, None)
   assert (one["chosen"], two["chosen"]) == (False, True)
   assert forecast.prediction_section([COST], [warm], speed, "small_lm", 2) == []
 
@@ -164,3 +166,14 @@ def test_sections_of_a_hand_written_report(tmp_path):
   made["replay"][0]["agrees"] = "yes"
   with pytest.raises(UserError, match="agrees must be true, false or null"):
     report.validate_report(made)
+
+
+def test_training_is_logged_in_units_of_tau(finished):
+  _, workdir = finished
+  found = Manifest.load(workdir / "train").counts["validation"]
+  taus = {name: value for name, value in found.items() if name.startswith("replay_tau")}
+  assert taus and all(1 <= value <= 6 for value in taus.values())
+  text = (workdir / "train" / "metrics.jsonl").read_text()
+  rows = [json.loads(line) for line in text.splitlines()]
+  curve = [row for row in rows if row["split"] == "validation"]
+  assert len(curve) == 3 and all(taus.keys() <= row.keys() for row in curve)

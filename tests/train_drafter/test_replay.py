@@ -3,6 +3,7 @@
 import functools
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from spec_jax import replay as arithmetic
 from tests import tiny
 from tests.drafters import test_dflash, test_eagle3
 from train_drafter import replay
+from train_drafter.batches import Document, Packer
 
 NEW = 24
 ENDS = dict(eos_ids=tuple(range(3, 9)), max_new_tokens=[NEW, 1, 9, NEW, 2] * 2)
@@ -126,3 +128,38 @@ def test_nothing_is_accepted_beyond_the_drafters_context():
       target, short, prompts, out.tokens, temperature=0.0, lengths=(4,))
   assert [r["rounds"][0] for r in found["rows"]] == [r.rounds for r in out.records]
   assert any(0 in r.proposed for r in out.records)
+
+
+@pytest.mark.parametrize("kind", ["reduced", "eagle3"])
+def test_a_validation_replays_the_answers_of_its_batches(kind):
+  """Packed, from stored teacher states, warm and greedy answers in one batch: the same rounds as
+  those of `estimate`; answers of unknown temperature and the padding count nothing."""
+  target, drafter = pair(kind)
+  rng = np.random.default_rng(0)
+  texts = [rng.integers(3, tiny.VOCAB, n).tolist() for n in (9, 14, 11, 20, 17, 8)]
+  heats, firsts = (1.0, 0.0, 1.0, 0.0, -1.0, 1.0), (2, 3, 5, 1, 2, 6)
+  docs, at = [], drafter.module.taps
+  for text, heat, first in zip(texts, heats, firsts, strict=True):
+    out = target.module.hidden(
+        jnp.asarray([text]), jnp.arange(len(text))[None], taps=at)
+    hidden = np.asarray(out.hidden)[0, first:-1].astype(ml_dtypes.bfloat16)
+    nothing = np.zeros(len(hidden))
+    docs.append(Document(np.array(text, np.int32), first, hidden, nothing.astype(np.float32),
+                         nothing.astype(np.int32), temperature=heat))
+  batch, = Packer(docs, rows=2, seq_len=64, chunk=16, seed=0).in_order()
+  arrays = {name: jnp.asarray(value) for name, value in batch.items()}
+  arrays["features"] = target.module.hidden(
+      arrays["tokens"], arrays["positions"], taps=at, segments=arrays["segments"]).features
+  chances = np.asarray(replay.packed_chances(drafter.module, target.module, arrays, 3))
+  sums = replay.packed_rounds(chances, batch, drafter.kind, 3)
+  for name, heat in (("replay_tau", 1.0), ("replay_tau_T0", 0.0)):
+    own = [i for i, h in enumerate(heats) if h == heat]
+    split = [(texts[i][:firsts[i] + 1], texts[i][firsts[i] + 1:]) for i in own]
+    found = replay.estimate(target, drafter, *zip(*split, strict=True), temperature=heat,
+                            lengths=(3,))
+    tokens, rounds = sums[name]
+    assert tokens == sum(r["tokens"] for r in found["rows"])
+    # bfloat16 teacher states move the chances a little.
+    assert rounds == pytest.approx(sum(r["rounds"][0] for r in found["rows"]), rel=0.02)
+    assert rounds < 0.98 * tokens or heat == 0
+  assert len(sums) == 2
