@@ -25,6 +25,7 @@ class Document:
     logsumexp: [n - 1 - first] of the teacher's logits.
     best: [n - 1 - first] the teacher's argmax.
     stored: the document in the feature store, read when a batch needs it.
+    temperature: that the answer was sampled at; -1 where that is not known.
   """
 
   tokens: np.ndarray
@@ -33,6 +34,7 @@ class Document:
   logsumexp: np.ndarray
   best: np.ndarray
   stored: StoredDocument | None = None
+  temperature: float = -1.0
 
   @property
   def supervised(self) -> int:
@@ -176,6 +178,7 @@ class Packer:
         "logsumexp": np.zeros(M, np.float32),
         "best": np.zeros(M, np.int32),
         "teacher": np.full((R, T), -1, np.int32),
+        "temperature": np.full(M, -1.0, np.float32),
     }
     out |= {name: np.zeros((M, value.shape[1]), value.dtype)
             for name, value in next(iter(teacher.values())).items()}
@@ -193,6 +196,7 @@ class Packer:
         new = slice(m, m + d.supervised)
         out["place"][new] = r * T + at + d.first + np.arange(d.supervised)
         out["weight"][new] = 1.0
+        out["temperature"][new] = d.temperature
         out["teacher"][r, at + d.first:at + d.first + d.supervised] = np.arange(
             m, m + d.supervised)
         if self.features:

@@ -125,6 +125,7 @@ class EvaluateConfig:
 
   path: str = ""  # JSONL of other prompts than the prompts stage kept for evaluation
   draft_len: int = 5
+  more_draft_lens: tuple[int, ...] = ()  # K that also decode and are timed, to check predictions
   temperatures: tuple[float, ...] = (0.0, 1.0)
   rules: tuple[str, ...] = ("ratio",)  # at temperatures above zero; at zero it is greedy
   dtype: str = "bfloat16"  # of the acceptance runs
@@ -136,6 +137,8 @@ class EvaluateConfig:
   batch_size: int = 32
   untrained_per_category: int = 4  # prompts of the untrained control; 0 for all
   same_shape: bool = True  # greedy text of all prompts against the same-shape baseline
+  # Sequences decoded together whose costs are measured, up to a second a pass (in `dtype`).
+  batch_sizes: tuple[int, ...] = (1, 4, 16, 64)
   speed_prompts: int = 9  # timed one by one, plain and speculative interleaved; 0 for all
   ngram: str = "ngram:3-1"
   lookup: str = ""  # MAX-MIN, such as 3-2: also measure prompt lookup over the trained drafter
@@ -224,6 +227,9 @@ def validate(cfg: Config) -> None:
   if not set(cfg.evaluate.speed_dtypes) <= set(DTYPES):
     raise UserError(
         f"evaluate.speed_dtypes={cfg.evaluate.speed_dtypes} must be among {', '.join(DTYPES)}")
+  for name in ("evaluate.more_draft_lens", "evaluate.batch_sizes"):
+    if any(value < 1 for value in _get(cfg, name)):
+      raise UserError(f"{name}={_get(cfg, name)} must be at least 1")
   known = [name for name in RULES if name != "greedy"]
   if not cfg.evaluate.rules or not set(cfg.evaluate.rules) <= set(known):
     raise UserError(f"evaluate.rules={cfg.evaluate.rules} must be among {', '.join(known)}")
@@ -238,9 +244,11 @@ def validate(cfg: Config) -> None:
         f"generate.max_prompt_tokens={cfg.generate.max_prompt_tokens} must be below "
         f"train.seq_len={cfg.train.seq_len}: answers to longer prompts would be cut away")
   most = cfg.drafter.block_size - (cfg.drafter.kind == "dflash")
-  if cfg.drafter.kind in ("dflash", "dspark") and cfg.evaluate.draft_len > most:
-    raise UserError(f"evaluate.draft_len={cfg.evaluate.draft_len} must be at most {most}: what a "
-                    f"{cfg.drafter.kind} drafter of drafter.block_size={cfg.drafter.block_size} "
+  longest = max(cfg.evaluate.draft_len, *cfg.evaluate.more_draft_lens, 0)
+  if cfg.drafter.kind in ("dflash", "dspark") and longest > most:
+    field = "draft_len" if longest == cfg.evaluate.draft_len else "more_draft_lens"
+    raise UserError(f"evaluate.{field}={getattr(cfg.evaluate, field)} must be at most {most}: what "
+                    f"a {cfg.drafter.kind} drafter of drafter.block_size={cfg.drafter.block_size} "
                     "drafts")
   if cfg.train.beta2 == 1:
     raise UserError("train.beta2=1.0 must be below 1: Adam divides by 1 - beta2**step")

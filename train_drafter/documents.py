@@ -20,7 +20,7 @@ from spec_jax import sampling
 from spec_jax.errors import UserError
 from spec_jax.target import Target
 from train_drafter.batches import Document
-from train_drafter.config import Config
+from train_drafter.config import Config, GenerateConfig
 from train_drafter.generate import Answer
 from train_drafter.progress import Bar
 from train_drafter.store import StoredDocument
@@ -51,7 +51,7 @@ def prepare(
   """
   if not answers:
     raise UserError("train: the generate stage left no answers")
-  whole = [(a.prompt, _document(a)) for a in answers]
+  whole = [(a.prompt, _document(a, cfg.generate)) for a in answers]
   documents, of_prompt, dropped = [], {}, 0
   path = (upstream or folder) / (
       f"teacher-{cfg.train.dtype}-T{cfg.train.teacher_temperature:g}.npz")
@@ -106,13 +106,17 @@ def choose_vocabulary(counts: np.ndarray, size: int, config) -> np.ndarray | Non
   return np.sort(np.argsort(-ranked, kind="stable")[:size]).astype(np.int32)
 
 
-def _document(source: Answer | StoredDocument) -> Document:
+def _document(source: Answer | StoredDocument, options: GenerateConfig) -> Document:
   """A document whose teacher statistics are still missing."""
   nothing = np.zeros(0, np.float32)
   if isinstance(source, Answer):
-    return Document(source.tokens, source.prompt_len - 1, source.hidden, nothing, nothing)
+    return Document(source.tokens, source.prompt_len - 1, source.hidden, nothing, nothing,
+                    temperature=float(source.temperature))
   # An answer's first token is predicted by the prompt's last one.
-  return Document(source.tokens, source.first_answer - 1, None, nothing, nothing, source)
+  # The store does not keep temperatures: single answers took them in the order of their prompts.
+  known = options.temperatures[source.prompt % len(options.temperatures)]
+  return Document(source.tokens, source.first_answer - 1, None, nothing, nothing, source,
+                  temperature=float(known) if options.answers == 1 else -1.0)
 
 
 def _sparse_statistics(document: Document) -> tuple[np.ndarray, np.ndarray]:

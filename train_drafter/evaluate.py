@@ -13,6 +13,7 @@ the same-shape baseline.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from spec_jax.errors import UserError
 from spec_jax.generate import Finished, Run, encode_prompt
 from spec_jax.target import Target
 from train_drafter import config as config_lib
-from train_drafter import manifest, report, speed
+from train_drafter import forecast, manifest, report, speed, whatif
 from train_drafter.config import Config
 from train_drafter.conversations import prompt_files
 from train_drafter.documents import draft_vocabulary
@@ -145,12 +146,19 @@ def run(cfg: Config, workdir: Path) -> Path:
       for name in names(cfg):
         with _clock(spent, f"acceptance {name} T={heat:g} {rule}"):
           acceptance(bench, name, heat, rule)
+    if kind == options.dtype:
+      with _clock(spent, "replay"):
+        forecast.replayed(bench, settings(cfg), acceptance, _kept)
+      _kept(folder / "parts" / "memory.json", functools.partial(
+          whatif.memory, target, bench.drafter(cfg.drafter.kind)))
     if kind == options.identity_dtype and options.same_shape:
       with _clock(spent, f"identity {kind}"):
         identity_of_batch(bench)
     if kind in options.speed_dtypes:
       with _clock(spent, f"speed {kind}"):
         speed_and_identity(bench)
+      with _clock(spent, f"costs {kind}"):
+        forecast.costs(bench, _kept)
   hashes = prompt_hashes([p["id"] for p in prompts], ids)
   made = collect(cfg, workdir, opened, inputs["train"].counts, hashes)
   report.write_report(made, folder)  # printed by the report stage, which follows
@@ -191,20 +199,23 @@ def settings(cfg: Config) -> list[tuple[float, str]]:
 # Acceptance.
 
 
-def records_path(workdir: Path, name: str, temperature: float, rule: str) -> Path:
-  """Where the records of one drafter at one setting lie."""
-  return workdir / STAGE / "parts" / f"{name}-T{temperature:g}-{rule}.jsonl"
+def records_path(
+    workdir: Path, name: str, temperature: float, rule: str, draft_len: int = 0) -> Path:
+  """Where the records of one drafter at one setting lie; 0 is the K of the report."""
+  other = f"-K{draft_len}" if draft_len else ""
+  return workdir / STAGE / "parts" / f"{name}-T{temperature:g}-{rule}{other}.jsonl"
 
 
-def acceptance(bench: Bench, name: str, temperature: float, rule: str) -> list[dict]:
+def acceptance(
+    bench: Bench, name: str, temperature: float, rule: str, draft_len: int = 0) -> list[dict]:
   """Records of one drafter at one setting; decoded unless they lie there already."""
-  path = records_path(bench.workdir, name, temperature, rule)
+  path = records_path(bench.workdir, name, temperature, rule, draft_len)
   if not path.exists():
     options = bench.cfg.evaluate
     members = bench.spread(options.untrained_per_category if name == UNTRAINED else 0)
     done = decode_all(
-        bench, bench.drafter(name), members, temperature, rule,
-        title=f"{name} T={temperature:g} {rule}")
+        bench, bench.drafter(name), members, temperature, rule, draft_len=draft_len,
+        title=f"{name} T={temperature:g} {rule}" + (f" K={draft_len}" if draft_len else ""))
     rows = [{"id": bench.prompts[i]["id"], "category": bench.prompts[i]["category"],
              "records": row.records, "tokens": row.tokens} for i, row in sorted(done.items())]
     report.save_records(path, {name: {(temperature, rule): rows}})
@@ -213,13 +224,14 @@ def acceptance(bench: Bench, name: str, temperature: float, rule: str) -> list[d
 
 def decode_all(
     bench: Bench, drafter: Drafter | None, members: Sequence[int], temperature: float, rule: str, *,
-    title: str, force_reject: bool = False) -> dict[int, Finished]:
+    title: str, force_reject: bool = False, draft_len: int = 0) -> dict[int, Finished]:
   """Decodes the prompts `members`, bucket by bucket, the rows refilled; by index."""
   options = bench.cfg.evaluate
   # The longest prompts first: neighbours in the queue then need about the same prefill.
   members = sorted(members, key=lambda i: -len(bench.ids[i]))
   work = Run(
-      bench.target, drafter, [bench.ids[i] for i in members], draft_len=options.draft_len,
+      bench.target, drafter, [bench.ids[i] for i in members],
+      draft_len=draft_len or options.draft_len,
       temperature=temperature, rule=rule, max_new_tokens=options.max_new_tokens, seed=options.seed,
       batch_size=options.batch_size, force_reject=force_reject, sequence_ids=members)
   done: dict[int, Finished] = {}
@@ -374,11 +386,16 @@ def collect(
     part = _read_part(parts / f"speed-{kind}.json")
     speeds += part["speed"]
     identities += part["identity"]
+  forecasts = {name: [_read_part(path) for path in paths]
+               for name, paths in forecast.part_paths(cfg, parts, settings(cfg)).items()}
+  memory = _read_part(parts / "memory.json")
+  forecasts |= {"memory": memory, "whatif": whatif.section(
+      memory, forecast.coldest_taus(forecasts["replay"]))}
   report.save_evaluation(
       folder, records=rows, target=cfg.target.source, drafter=cfg.drafter.kind,
       draft_len=options.draft_len, max_new_tokens=options.max_new_tokens, speed=speeds,
       identity=identities, training_estimate=trained.get("training_estimate", []),
-      seed=options.seed,
+      seed=options.seed, **forecasts,
       provenance={
           **provenance(cfg, opened, hashes, workdir / "train" / "drafter"),
           "identity_dtype": options.identity_dtype, "dtype": options.dtype,

@@ -25,7 +25,7 @@ from spec_jax.errors import UserError
 from spec_jax.identity import CAUSES
 from spec_jax.records import RowRecords
 from spec_jax.verify import RULES
-from train_drafter import manifest
+from train_drafter import forecast, manifest
 from train_drafter.report_html import html
 from train_drafter.report_schema import (
   DEFINITIONS,
@@ -214,7 +214,9 @@ def _acceptance_warnings(drafter: str, settings: Sequence[dict],
 def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: int,
                  records: Records, speed: Sequence[dict] = (), identity: Sequence[dict] = (),
                  provenance: dict | None = None,
-                 training_estimate: dict | Sequence[dict] | None = None, seed: int = 0) -> dict:
+                 training_estimate: dict | Sequence[dict] | None = None, seed: int = 0,
+                 replay: Sequence[dict] = (), costs: Sequence[dict] = (),
+                 whatif: dict | None = None, memory: dict | None = None) -> dict:
   """Turns raw records and measurements into the report.
 
   Args:
@@ -230,6 +232,8 @@ def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: i
     training_estimate: what training promised: temperature, optionally rule, and any of tau,
       acceptance_rate and first_position (probability that the first draft is accepted); or a list.
     seed: of every bootstrap.
+    replay, costs: parts of `train_drafter.forecast`, raw.
+    whatif, memory: sections of `train_drafter.whatif`.
 
   Returns:
     The report, valid for `validate_report`.
@@ -288,6 +292,11 @@ def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: i
       "settings": settings,
       "controls": controls,
       "speed": speed_rows,
+      "replay": forecast.replay_section(replay, warnings, seed),
+      "costs": list(costs),
+      "prediction": forecast.prediction_section(costs, replay, speed_rows, drafter, draft_len),
+      "whatif": whatif,
+      "memory": memory,
       "identity": [{k: metrics.to_plain(v) for k, v in row.items()} for row in identity],
       # Of the coldest setting, where loops are worst; every setting has its own as well.
       "looped_token_share": coldest["looped_token_share"],

@@ -32,6 +32,16 @@ DEFINITIONS = {
     "predicted_speedup": "tau / (draft_cost + verify_cost)",
     "draft_cost": "time of one proposal / time of one plain step of the target",
     "verify_cost": "time of one verification pass (K + 1 wide) / time of one plain step",
+    "replay": "tau from teacher-forced logits on the decoded text: expected rounds when a token is "
+              "an accepted draft with probability min(1, q/p) (under greedy: when it is drafted); "
+              "for the rules ratio and greedy, block has no such estimate",
+    "uniform_anchor": "1 + mean over all starts of sum_k prod (1 - TV): biased, since rounds begin "
+                      "behind tokens that were hard to guess",
+    "agrees": "the 95 % interval of measured - replayed tau of the same text holds 0",
+    "speedup_timed": "the predicted speed-up from the tau of the timed prompts alone",
+    "roofline": "a pass takes its bytes / bandwidth or its operations / peak, whichever is longer; "
+                "no kernel, communication or host time",
+    "cache_tokens_displaced": "parameter bytes of the drafter / cache bytes of a target token",
     "identical_same_shape": "share of outputs equal to those of the same compiled step with every "
                             "draft refused",
     "identical_width_1": "share of outputs equal to those of ordinary one-token decoding",
@@ -39,7 +49,7 @@ DEFINITIONS = {
 
 _NUMBER, _MAYBE, _INT, _TEXT = "a number", "a number or null", "an integer", "a string"
 _LIST, _DICT, _PAIR = "a list", "an object", "a pair of numbers or nulls"
-_MAYBE_DICT = "an object or null"
+_MAYBE_DICT, _BOOL, _MAYBE_BOOL = "an object or null", "true or false", "true, false or null"
 _GROUP_KEYS = {
     "prompts": _INT, "rounds": _INT, "emitted": _INT, "cut_rounds": _INT,
     "eos_cut_rounds": _INT, "eos_cut_share": _MAYBE, "tau": _MAYBE,
@@ -53,7 +63,25 @@ _REPORT_KEYS = {
     "max_new_tokens": _INT, "settings": _LIST, "controls": _DICT, "speed": _LIST,
     "identity": _LIST, "looped_token_share": _MAYBE, "tau_before_first_loop": _MAYBE,
     "training_estimate": _LIST, "warnings": _LIST, "headline": _MAYBE_DICT, "definitions": _DICT,
-    "provenance": _DICT,
+    "provenance": _DICT, "replay": _LIST, "costs": _LIST, "prediction": _LIST,
+    "whatif": _MAYBE_DICT, "memory": _MAYBE_DICT,
+}
+# The keys of "whatif" and "memory" stand with `section` and `memory` of train_drafter/whatif.py.
+# A row for each setting and K; "measured" and what follows are null where that K did not decode.
+_REPLAY_KEYS = {
+    "temperature": _NUMBER, "rule": _TEXT, "draft_len": _INT, "prompts": _INT, "tau": _MAYBE,
+    "tau_ci": _PAIR, "uniform_anchor": _MAYBE, "survival": _LIST, "measured": _MAYBE,
+    "measured_ci": _PAIR, "difference": _MAYBE, "difference_ci": _PAIR, "agrees": _MAYBE_BOOL,
+}
+# A dtype: verify[W - 1] is v(W), draft[i] is c of K = draft_lens[i], both in plain steps; batches
+# has the costs of draft_len by sequences decoded together, in plain steps of as many.
+_COST_KEYS = {"dtype": _TEXT, "prompts": _LIST, "plain_step_s": _NUMBER, "verify": _LIST,
+              "draft": _LIST, "draft_lens": _LIST, "measured": _LIST, "batches": _LIST}
+# A dtype and K; "chosen" marks the largest predicted speed-up of a dtype.
+_PREDICTION_KEYS = {
+    "dtype": _TEXT, "temperature": _NUMBER, "draft_len": _INT, "tau": _MAYBE, "tau_timed": _MAYBE,
+    "draft_cost": _NUMBER, "verify_cost": _NUMBER, "speedup": _MAYBE, "speedup_timed": _MAYBE,
+    "measured": _MAYBE, "measured_ci": _PAIR, "measured_pooled": _MAYBE, "chosen": _BOOL,
 }
 _SETTING_KEYS = {"temperature": _NUMBER, "rule": _TEXT, "all": _DICT, "categories": _DICT}
 _SPEED_KEYS = {
@@ -75,7 +103,8 @@ def _is(value, kind: str) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(_is(v, _MAYBE) for v in value)
   return {_NUMBER: number, _MAYBE: number or value is None, _TEXT: isinstance(value, str),
           _INT: number and isinstance(value, int), _LIST: isinstance(value, list),
-          _DICT: isinstance(value, dict),
+          _DICT: isinstance(value, dict), _BOOL: isinstance(value, bool),
+          _MAYBE_BOOL: value is None or isinstance(value, bool),
           _MAYBE_DICT: value is None or isinstance(value, dict)}[kind]
 
 
@@ -124,5 +153,9 @@ def validate_report(report: dict) -> None:
             raise UserError(f"report: {where}[{i}].{name}.{key} must have draft_len = "
                             f"{report['draft_len']} entries, got {len(group[key])}")
   validate_speed(report["speed"])
+  for name, keys in (("replay", _REPLAY_KEYS), ("costs", _COST_KEYS),
+                     ("prediction", _PREDICTION_KEYS)):
+    for i, row in enumerate(report[name]):
+      _check_keys(row, keys, f"{name}[{i}]")
   for i, row in enumerate(report["identity"]):
     _check_keys(row, _IDENTITY_KEYS, f"identity[{i}]")

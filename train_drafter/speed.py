@@ -169,3 +169,82 @@ def costs(
   return {name: {"draft_cost": median[name] / median["plain"],
                  "verify_cost": median["verify"] / median["plain"],
                  "plain_step_s": median["plain"] / count} for name in singles}
+
+
+def cost_curve(single: Single, ids: Sequence[int], draft_lens: Sequence[int], repeats: int,
+               count: int = 4) -> dict[str, Any]:
+  """What a verification pass of every width costs, and a proposal of every draft length.
+
+  Args:
+    single: with a drafter; its draft length is at least the longest of `draft_lens`.
+    ids: the prompt whose state is timed.
+    draft_lens: K of the proposals.
+    repeats: measurements of each piece.
+    count: passes of one measurement.
+
+  Returns:
+    {"plain_step_s": seconds of a pass one token wide, "verify": [v(1), ..., v(K_max + 1)] and
+    "draft": [c(K) for K in draft_lens], both in such steps, from medians}.
+  """
+  program, params, state = single.prefilled(ids)
+  cache = [jax.tree.map(jnp.copy, state.cache)]
+
+  def run_pass(width):
+    block = jnp.broadcast_to(state.tokens[:, :1], (1, width))
+    out, cache[0] = pass_loop(program, params, cache[0], block, state.length, count)
+    return out
+
+  def run_draft(draft_len):
+    # What a proposal reads of the state does not depend on K.
+    return draft_loop(dataclasses.replace(program, draft_len=draft_len), params, state, count)
+
+  widths = range(1, max(draft_lens) + 2)
+  pieces = {f"pass {w}": functools.partial(run_pass, w) for w in widths}
+  pieces |= {f"draft {K}": functools.partial(run_draft, K) for K in draft_lens}
+  median = {n: float(np.median(t)) for n, t in interleaved(pieces, repeats).items()}
+  plain = median["pass 1"]
+  return {"plain_step_s": plain / count, "verify": [median[f"pass {w}"] / plain for w in widths],
+          "draft": [median[f"draft {K}"] / plain for K in draft_lens]}
+
+
+def batch_costs(single: Single, ids: Sequence[int], batches: Sequence[int], repeats: int,
+                longest_s: float) -> list[dict]:
+  """What a round costs when several sequences decode together.
+
+  Args:
+    single: with a drafter.
+    ids: the prompt whose state is timed, the same in every row.
+    batches: numbers of rows, ascending.
+    repeats: measurements of each piece.
+    longest_s: no batch follows one whose verification pass took longer.
+
+  Returns:
+    For each batch {"batch", "plain_step_s": seconds of a pass one token wide, "draft_cost",
+    "verify_cost": in such steps, from medians}.
+  """
+  program, params, state = single.prefilled(ids)
+
+  def measure(rows):
+    many = jax.tree.map(lambda x: x[jnp.zeros(rows, jnp.int32)], state)
+    # The passes donate the target's cache, so the drafter's loop has one of its own.
+    cache = [jax.tree.map(jnp.copy, many.cache)]
+
+    def run_pass(width):
+      block = jnp.broadcast_to(many.tokens[:, :1], (rows, width))
+      got, cache[0] = pass_loop(program, params, cache[0], block, many.length, 1)
+      return got
+
+    times = interleaved({
+        "plain": lambda: run_pass(1), "verify": lambda: run_pass(single.draft_len + 1),
+        "draft": lambda: draft_loop(program, params, many, 1)}, repeats)
+    return {name: float(np.median(t)) for name, t in times.items()}
+
+  out = []
+  for rows in batches:
+    median = measure(rows)
+    out.append({"batch": rows, "plain_step_s": median["plain"],
+                "draft_cost": median["draft"] / median["plain"],
+                "verify_cost": median["verify"] / median["plain"]})
+    if median["verify"] > longest_s:
+      break
+  return out

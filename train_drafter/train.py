@@ -28,7 +28,7 @@ from spec_jax.models.decoder import linear
 from spec_jax.target import Target
 from spec_jax.types import pytree
 from train_drafter import config as config_lib
-from train_drafter import losses, manifest, metrics
+from train_drafter import losses, manifest, metrics, replay
 from train_drafter.batches import Ahead, Packer
 from train_drafter.checkpoint import Checkpoints, GracefulExit
 from train_drafter.config import Config, TrainConfig
@@ -40,6 +40,7 @@ from train_drafter.on_policy import OnPolicy
 from train_drafter.progress import Bar
 
 STAGE = "train"
+REPLAYED = 5  # K of the replayed tau of a validation
 _CALIBRATION = 6  # steps that measure the time of a step
 _LEAST_STEPS = 20  # that a process takes even when compiling has used the budget up
 
@@ -76,6 +77,7 @@ class Setup:
     optimizer: of optax.
     options: the train config.
     schedule: learning rate by update.
+    kind: of the drafter.
   """
 
   graph: nnx.GraphDef
@@ -84,6 +86,7 @@ class Setup:
   optimizer: optax.GradientTransformation
   options: TrainConfig
   schedule: optax.Schedule
+  kind: str
 
 
 def run(cfg: Config, workdir: Path) -> Path:
@@ -156,7 +159,8 @@ def make_setup(cfg: Config, target: Target, module: Any, steps: int) -> tuple[Se
       make_optimizer(options, schedule, params))
   zero = jnp.zeros((), jnp.int32)
   state = TrainState(params, optimizer.init(params), zero, zero + 0, zero + 0)
-  return Setup(graph, frozen, target.graph, optimizer, options, schedule), state
+  kind = getattr(module, "kind", "")
+  return Setup(graph, frozen, target.graph, optimizer, options, schedule, kind), state
 
 
 _LONGEST = 16  # times as long as wide: beyond that a matrix is a table with a row for each id
@@ -292,13 +296,28 @@ def validation_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, 
   return batch_sums(setup, params, frozen, target_params, batch)
 
 
+@functools.partial(jax.jit, static_argnames=("setup",))
+def validation_chances(setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict):
+  """How probably each supervised token is an accepted draft (`replay.packed_chances`)."""
+  low = jnp.dtype(setup.options.dtype)
+  params = jax.tree.map(lambda x: x.astype(low) if x.ndim > 1 else x, params)
+  module = nnx.merge(setup.graph, params, frozen)
+  return replay.packed_chances(module, nnx.merge(setup.target, target_params), batch, REPLAYED)
+
+
 def validate(setup: Setup, params: Any, target_params: Any, batches: Iterable[dict]) -> dict:
   """Means over the validation batches, as `means` names them."""
   total: dict[str, np.ndarray] = {}
+  replayed: dict[str, np.ndarray] = {}
   for batch in batches:
     sums = jax.device_get(validation_sums(setup, params, setup.frozen, target_params, batch))
     total = {name: total.get(name, 0.0) + value for name, value in sums.items()}
-  return means(total)
+    if "hidden" in batch and setup.kind in replay.PACKED:
+      chances = np.asarray(validation_chances(setup, params, setup.frozen, target_params, batch))
+      found = replay.packed_rounds(chances, batch, setup.kind, REPLAYED)
+      replayed |= {name: replayed.get(name, 0.0) + value for name, value in found.items()}
+  # In the unit of the report: tokens per round of decoding REPLAYED drafts a round.
+  return means(total) | {name: float(n / rounds) for name, (n, rounds) in replayed.items()}
 
 
 # The loop.

@@ -320,12 +320,15 @@ class DFlash(LearnedDrafter):
 
   # Training.
 
-  def train_states(self, batch: dict[str, Array], target: Decoder, key: Array) -> TrainStates:
-    """States of blocks at anchors that are drawn anew each step, all blocks of a row in one pass.
+  def train_states(
+      self, batch: dict[str, Array], target: Decoder, key: Array | None, anchors: Any = None,
+  ) -> TrainStates:
+    """States of blocks at anchors that are drawn anew each step (or at `anchors`, a result of
+    `draw_anchors`), all blocks of a row in one pass; ordered by row, anchor and draft.
 
     Loss weights are exp(-(j - 1) / gamma) at the j-th draft (2602.06036), not normalised.
     """
-    place, live = self.draw_anchors(batch, key)
+    place, live = anchors or self.draw_anchors(batch, key)
     return self._pack(self._train_blocks(batch, place, target), batch, place, live)
 
   def draw_anchors(

@@ -103,9 +103,11 @@ class DSpark(DFlash):
     _, (tokens, probs) = jax.lax.scan(step, anchor, (jnp.arange(draft_len), logits, u.T))
     return Proposal(tokens.T, None if probs is None else probs.transpose(1, 0, 2)), state
 
-  def train_states(self, batch: dict[str, Array], target: Decoder, key: Array) -> TrainStates:
+  def train_states(
+      self, batch: dict[str, Array], target: Decoder, key: Array | None, anchors: Any = None,
+  ) -> TrainStates:
     """States [h_j ; W1[x_{j-1}]] of drawn blocks, x the true tokens (see `DFlash.train_states`)."""
-    place, live = self.draw_anchors(batch, key)
+    place, live = anchors or self.draw_anchors(batch, key)
     hidden = self._train_blocks(batch, place, target)
     at = self._columns(place, batch["tokens"].shape[1])
     previous = jnp.take_along_axis(batch["tokens"], at.reshape(at.shape[0], -1), 1)

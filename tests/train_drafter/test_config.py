@@ -39,6 +39,7 @@ BAD = [
     ("train.max_bad_steps", 0), ("train.dtype", "int8"), ("train.teacher_temperature", 0.0),
     ("train.teacher_temperature", INF), ("train.chunk", 0), ("train.validation", 0),
     ("train.eval_every", -1), ("train.keep", 0), ("train.profile", "yes"), ("train.seed", -1),
+    ("evaluate.more_draft_lens", (3, 0)), ("evaluate.batch_sizes", (0,)),
     ("evaluate.draft_len", 0), ("evaluate.temperatures", ()), ("evaluate.temperatures", (-0.5,)),
     ("evaluate.rules", ("greedy",)), ("evaluate.identity_dtype", ""), ("evaluate.dtype", "fp32"),
     ("evaluate.drafter_dtype", "f"), ("evaluate.speed_dtypes", ("float32", "int4")),
