@@ -108,7 +108,8 @@ def draft_loop(program: decode.Program, params: Any, state: decode.State,
     target, drafter = decode.merge(program, params)
     keys = sampling_lib.round_keys(state.keys, state.length)
     drafts, draft = decode.propose(program, drafter, target, now, keys)
-    first = jnp.where(drafts.tokens[:, 0] < 0, 0, tokens[:, 0])
+    # Of all drafts: what nothing reads would not be computed (the head behind the last one).
+    first = jnp.where(jnp.any(drafts.tokens < 0, 1), 0, tokens[:, 0])
     return tokens.at[:, 0].set(first), draft
 
   return jax.lax.fori_loop(0, count, body, (state.tokens, state.draft))[0]
