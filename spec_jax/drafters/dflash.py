@@ -412,7 +412,6 @@ def init_tensors(
     layer = llama_layer(source, target.config, i)
     for norm, projection in (("q_norm", "wq"), ("k_norm", "wk")):
       power = jnp.sum((layer[projection] * layer["attn_norm"]) ** 2, -1)  # of each output
-      constant = jnp.full((H,), jnp.sqrt(jnp.mean(power)))
-      layer[norm] = source.get(f"layers.{i}.{norm}", constant)
+      layer[norm] = source.get(f"layers.{i}.{norm}", jnp.full((H,), jnp.sqrt(jnp.mean(power))))
     out |= {f"layers.{place}.{name}": value for name, value in layer.items()}
   return out

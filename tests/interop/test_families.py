@@ -116,7 +116,7 @@ def test_the_real_gemma(reference):
   with np.load(arrays) as theirs:
     ids, at, wanted = (theirs[name] for name in ("ids", "at", "logits"))
   assert ids[0] == checkpoint.config.bos_id and len(ids) > checkpoint.config.sliding_window
-  text = checkpoint.tokenizer().decode(ids[1:13])
+  text = checkpoint.tokenizer().decode(ids[1:13].tolist())
   assert checkpoint.tokenizer().encode(text, add_special=True) == ids[:13].tolist()
   hidden = model.hidden(jnp.asarray(ids[None]), jnp.arange(len(ids))[None]).hidden[0]
   logits = np.asarray(model.logits(hidden[at]))
