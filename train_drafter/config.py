@@ -133,6 +133,7 @@ class EvaluateConfig:
   identity_per_category: int = 0  # prompts of it; 0 for all
   drafter_dtype: str = "bfloat16"
   speed_dtypes: tuple[str, ...] = ("float32", "bfloat16")
+  cost_dtypes: tuple[str, ...] = ("float32", "bfloat16")  # of them, those with costs of every K
   max_new_tokens: int = 128
   batch_size: int = 32
   untrained_per_category: int = 4  # prompts of the untrained control; 0 for all
@@ -224,9 +225,9 @@ def validate(cfg: Config) -> None:
   for name in ("generate.temperatures", "evaluate.temperatures"):
     if not _get(cfg, name) or min(_get(cfg, name)) < 0:
       raise UserError(f"{name}={_get(cfg, name)} must hold temperatures >= 0")
-  if not set(cfg.evaluate.speed_dtypes) <= set(DTYPES):
-    raise UserError(
-        f"evaluate.speed_dtypes={cfg.evaluate.speed_dtypes} must be among {', '.join(DTYPES)}")
+  for name in ("evaluate.speed_dtypes", "evaluate.cost_dtypes"):
+    if not set(_get(cfg, name)) <= set(DTYPES):
+      raise UserError(f"{name}={_get(cfg, name)} must be among {', '.join(DTYPES)}")
   for name in ("evaluate.more_draft_lens", "evaluate.batch_sizes"):
     if any(value < 1 for value in _get(cfg, name)):
       raise UserError(f"{name}={_get(cfg, name)} must be at least 1")

@@ -157,6 +157,7 @@ def run(cfg: Config, workdir: Path) -> Path:
     if kind in options.speed_dtypes:
       with _clock(spent, f"speed {kind}"):
         speed_and_identity(bench)
+    if kind in forecast.dtypes(cfg):
       with _clock(spent, f"costs {kind}"):
         forecast.costs(bench, _kept)
   hashes = prompt_hashes([p["id"] for p in prompts], ids)

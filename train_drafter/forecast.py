@@ -40,7 +40,7 @@ def part_paths(cfg: Config, folder: Path, settings: Sequence[Setting]) -> dict[s
   return {
       "replay": [_replay_path(folder, setting, K) for setting in settings
                  if setting[1] in replay.RULES for K in (cfg.evaluate.draft_len, *_more(cfg))],
-      "costs": [folder / f"costs-{kind}.json" for kind in cfg.evaluate.speed_dtypes]}
+      "costs": [folder / f"costs-{kind}.json" for kind in dtypes(cfg)]}
 
 
 def replayed(
@@ -72,6 +72,11 @@ def replayed(
     for K in (options.draft_len, *_more(bench.cfg)) if rule in replay.RULES else ():
       path = _replay_path(bench.workdir / "evaluate" / "parts", (heat, rule), K)
       kept(path, lambda heat=heat, rule=rule, K=K: measure(heat, rule, K))
+
+
+def dtypes(cfg: Config) -> list[str]:
+  """Those that costs are measured in: of the ones that speed is measured in."""
+  return [kind for kind in cfg.evaluate.speed_dtypes if kind in cfg.evaluate.cost_dtypes]
 
 
 def costs(bench: Any, kept: Callable[[Path, Callable], Any]) -> dict[str, Any]:

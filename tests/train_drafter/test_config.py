@@ -43,6 +43,7 @@ BAD = [
     ("evaluate.draft_len", 0), ("evaluate.temperatures", ()), ("evaluate.temperatures", (-0.5,)),
     ("evaluate.rules", ("greedy",)), ("evaluate.identity_dtype", ""), ("evaluate.dtype", "fp32"),
     ("evaluate.drafter_dtype", "f"), ("evaluate.speed_dtypes", ("float32", "int4")),
+    ("evaluate.cost_dtypes", ("int4",)),
     ("evaluate.max_new_tokens", 0), ("evaluate.batch_size", 0),
     ("evaluate.untrained_per_category", -1), ("evaluate.identity_per_category", -1),
     ("evaluate.speed_prompts", -1), ("evaluate.ngram", "ngram:1-3"),
