@@ -241,8 +241,8 @@ def tables(found: dict) -> list[Table]:
   for key in found["settings"]:
     where = f"T={key[0]:g}, {key[1]}"
     pooled = [cells[(*key, "all", label)] for label in others]
-    lines = [[found["baseline"], found["runs"][0]["drafter"], _value(pooled[0]["baseline_tau"]),
-              "baseline", "", ""]]
+    lines = [[found["baseline"], found["runs"][0]["drafter"], _value(
+        pooled[0]["baseline_tau"], pooled[0]["baseline_tau_ci"]), "baseline", "", ""]]
     for run, row in zip(found["runs"][1:], pooled, strict=True):
       lines.append([
           run["label"], run["drafter"], _value(row["tau"], row["tau_ci"]),

@@ -86,15 +86,15 @@ def paired(rows: Sequence[RowRecords], others: Sequence[RowRecords], *, seed: in
   """Everything about one difference of pooled tau, rows against others, ready for JSON.
 
   Returns:
-    prompts, tau, tau_ci, baseline_tau, difference, difference_ci, p (before any adjustment), and
-    better, equal, worse: prompts by their own tau (those without rounds in neither).
+    prompts, tau, tau_ci, baseline_tau, baseline_tau_ci, difference, difference_ci, p (before any
+    adjustment), and better, equal, worse: prompts by their own tau (without rounds: in none).
   """
   apart = metrics.tau_per_prompt(rows) - metrics.tau_per_prompt(others)
   ours, theirs = metrics.tau(rows), metrics.tau(others)
   found = {
       "prompts": len(rows),
       "tau": ours, "tau_ci": metrics.tau_ci(rows, seed=seed),
-      "baseline_tau": theirs,
+      "baseline_tau": theirs, "baseline_tau_ci": metrics.tau_ci(others, seed=seed),
       "difference": ours - theirs,
       "difference_ci": metrics.tau_difference_ci(rows, others, seed=seed),
       "p": permutation_p(rows, others, seed=seed),

@@ -13,6 +13,7 @@ from html import escape
 from typing import Any
 
 from train_drafter import report_plots as plots
+from train_drafter.report_elements import bullets, figure, flat, nested, pairs, rows_table, table
 from train_drafter.report_text import (
   NONE,
   Table,
@@ -33,13 +34,16 @@ CONTROLS = {
     "lookup": "the trained drafter, ngram where it finds a longer match",
     "self": "the target drafts for itself: the ceiling, every draft accepted at T=0",
 }
-# Column heads of the optional sections; a key that is not named here stands under its own name.
-_HEADS = {
-    "temperature": "T", "draft_len": "K", "tau": "τ", "dtype": "dtype", "drafter": "drafter",
-    "uniform_anchor": "uniform-anchor τ", "measured": "measured τ", "agrees": "agrees",
-    "draft_cost": "c", "verify_cost": "v(K+1)", "speedup": "predicted S",
-    "measured_speedup": "measured S", "chosen": "chosen",
-}
+# Columns of the optional sections, in order.
+_REPLAY_HEADS = {
+    "temperature": "T", "rule": "rule", "draft_len": "K", "prompts": "prompts", "tau": "replay τ",
+    "uniform_anchor": "uniform-anchor τ", "measured": "measured τ", "difference": "difference",
+    "agrees": "agrees"}
+_PREDICTION_HEADS = {
+    "drafter": "drafter", "dtype": "dtype", "draft_len": "K", "tau": "τ", "draft_cost": "c",
+    "verify_cost": "v(K+1)", "speedup": "predicted S", "measured": "measured S",
+    "measured_speedup": "measured S", "speedup_timed": "predicted S,\ntimed prompts",
+    "measured_pooled": "measured S,\npooled", "chosen": "chosen"}
 _HIDDEN = ("prompt_hashes",)  # for programs
 
 _CSS = """
@@ -50,6 +54,7 @@ _CSS = """
 @media print{:root{color-scheme:light;--bg:#fff;--ink:#000;--muted:#444;--line:#bbb;--soft:#f4f5f7;
 --warn:#fff;--warnline:#000;LIGHT}nav{display:none}.scroll{overflow:visible!important}
 main{max-width:none!important;padding:0!important}table{font-size:7.5pt!important}
+details::details-content{content-visibility:visible;height:auto}
 figure,tr,.tile{break-inside:avoid}h2,h3{break-after:avoid}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--bg);color:var(--ink);font:16px/1.5 system-ui,sans-serif}
@@ -83,6 +88,7 @@ align-items:start}
 @media (max-width:900px){.beside{grid-template-columns:minmax(0,1fr)}}
 .pair>*{min-width:0}
 figure{margin:.6rem 0}figure svg{width:100%;height:auto;display:block}
+summary{cursor:pointer;margin:.3rem 0}
 figcaption{font-size:.85rem;color:var(--muted)}
 dl{display:grid;grid-template-columns:minmax(8rem,max-content) 1fr;gap:.3rem 1rem;font-size:.9rem}
 dt{font-weight:600;overflow-wrap:anywhere}dd{margin:0;overflow-wrap:anywhere;min-width:0}
@@ -125,44 +131,15 @@ def _sections(report: dict) -> Iterator[tuple[str, str]]:
   yield "Replay estimate", _replay(report.get("replay") or ())
   yield "Speed", _speed(report)
   yield "Predicted speed-up", _prediction(report.get("prediction") or ())
-  yield "Memory", nested(report.get("memory") or {}, is_bytes=True)
-  yield "Where speculation pays", nested(report.get("whatif") or {})
-  yield "Identity", _list(identity_lines(report))
-  yield "Training estimate", _list(estimate_lines(report))
-  yield "Definitions", _pairs(report["definitions"], short=False)
+  yield "Memory", nested(report.get("memory") or {})
+  yield "Where speculation pays", _whatif(report.get("whatif") or {})
+  yield "Identity", bullets(identity_lines(report))
+  yield "Training estimate", bullets(estimate_lines(report))
+  yield "Definitions", pairs(report["definitions"], short=False)
   yield "Provenance", _provenance(report["provenance"])
 
 
-# Pieces of HTML. Every text passes through `escape`.
-
-
-def table(made: Table) -> str:
-  """A table in a box of its own that scrolls where the page is narrow."""
-  def row(cells, tag):
-    marks = [' class="text"' if i < made.text_columns else "" for i in range(len(cells))]
-    return "".join(f"<{tag}{mark}>{escape(cell)}</{tag}>"
-                   for mark, cell in zip(marks, cells, strict=True))
-
-  body = "".join(f'<tr{" class=all" if cells[0] == "all" else ""}>{row(cells, "td")}</tr>'
-                 for cells in made.rows)
-  note = f'<p class="note">{escape(made.note)}</p>' if made.note else ""
-  return (f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(made.title)}">'
-          f"<table><thead><tr>{row(made.header, 'th')}</tr></thead><tbody>{body}</tbody></table>"
-          f"</div>{note}")
-
-
-def _figure(svg: str, caption: str) -> str:
-  return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
-
-
-def _list(lines: Sequence[str]) -> str:
-  return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>" if lines else ""
-
-
-def _pairs(values: Mapping[str, str], short: bool = True) -> str:
-  items = "".join(f"<dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd>"
-                  for name, value in values.items())
-  return f"<dl{' class=short' if short else ''}>{items}</dl>"
+# The sections.
 
 
 def _number(value: float | None, digits: int = 2) -> str:
@@ -171,75 +148,6 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 def _percent(value: float | None) -> str:
   return NONE if value is None else f"{100 * value:.1f}"
-
-
-def scaled(value: float, is_bytes: bool = False) -> str:
-  """273e9 -> 273 G, and 1610612736 bytes -> 1.50 GiB."""
-  for prefix, power in (("P", 5), ("T", 4), ("G", 3), ("M", 2), ("k", 1)):
-    size = 1024**power if is_bytes else 1000**power
-    if abs(value) >= size:
-      return (f"{value / size:.2f} {prefix.replace('k', 'K')}iB" if is_bytes else
-              f"{value / size:.4g} {prefix}")
-  return f"{value:g} B" if is_bytes else f"{value:g}"
-
-
-def cell(value: Any, is_bytes: bool = False) -> str:
-  """One value of an optional section as text: three digits, large numbers scaled."""
-  if value is None:
-    return NONE
-  if isinstance(value, bool):
-    return "yes" if value else "no"
-  if isinstance(value, int | float):
-    if is_bytes or abs(value) >= 1e6:
-      return scaled(value, is_bytes)
-    if isinstance(value, int) or value == 0:
-      return f"{value:g}"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
-  if isinstance(value, list | tuple):
-    return ", ".join(cell(v, is_bytes) for v in value) or NONE
-  return str(value)
-
-
-def rows_table(name: str, rows: Sequence[Mapping[str, Any]], is_bytes: bool = False) -> str:
-  """A table of objects, the keys as columns; an interval `x_ci` stands behind `x`."""
-  keys = list(dict.fromkeys(key for row in rows for key in row))
-  shown = [k for k in keys if not (k.endswith("_ci") and k[:-3] in keys)]
-  first = lambda key: next((row[key] for row in rows if row.get(key) is not None), None)
-  # Texts first, so that the columns that stand left are together.
-  shown.sort(key=lambda key: not isinstance(first(key), str))
-
-  def text(row, key):
-    interval = row.get(f"{key}_ci")
-    value = row.get(key)
-    if isinstance(value, int | float) and interval and interval[0] is not None:
-      return f"{value:.3f} ({interval[0]:.3f}–{interval[1]:.3f})"
-    if key == "temperature":
-      return f"{value:g}"
-    return cell(value, is_bytes or key.endswith("bytes"))
-
-  made = Table(name, [_HEADS.get(k, k.replace("_", " ")) for k in shown],
-               [[text(row, key) for key in shown] for row in rows],
-               text_columns=sum(isinstance(first(key), str) for key in shown) or 1)
-  return table(made)
-
-
-def nested(values: Mapping[str, Any], is_bytes: bool = False, depth: int = 3) -> str:
-  """Any object of the report: plain values as a list, lists of objects as tables, objects below a
-  heading of their own."""
-  plain, deep = {}, []
-  for key, value in values.items():
-    name = key.replace("_", " ")
-    if isinstance(value, Mapping) and value:
-      inner = nested(value, is_bytes, min(depth + 1, 6))
-      deep.append(f"<h{depth}>{escape(name)}</h{depth}>{inner}")
-    elif isinstance(value, list | tuple) and value and all(isinstance(v, Mapping) for v in value):
-      deep.append(f"<h{depth}>{escape(name)}</h{depth}>{rows_table(name, value, is_bytes)}")
-    else:
-      plain[name] = cell(value, is_bytes or key.endswith("bytes"))
-  return (_pairs(plain) if plain else "") + "".join(deep)
-
-
-# The sections.
 
 
 def _tiles(report: dict) -> str:
@@ -264,7 +172,7 @@ def _tiles(report: dict) -> str:
 
 
 def _warnings(warnings: Sequence[str]) -> str:
-  return (f'<section class="warnings"><h2>Warnings</h2>{_list(warnings)}</section>'
+  return (f'<section class="warnings"><h2>Warnings</h2>{bullets(warnings)}</section>'
           if warnings else "")
 
 
@@ -301,7 +209,7 @@ def _categories(report: dict) -> str:
     plot = plots.forest(points, "τ, tokens per verification pass",
                         f"τ by category at {label}, with 95 % intervals")
     out.append(f'<h3>{escape(f"{label}, {entry['rule']}")}</h3><div class="beside">'
-               + _figure(plot, "Bars: 95 % bootstrap interval over prompts.")
+               + figure(plot, "Bars: 95 % bootstrap interval over prompts.")
                + "<div>" + table(Table(f"τ by category at {label}", header, rows)) + "</div></div>")
   return "".join(out)
 
@@ -311,7 +219,7 @@ def _positions(report: dict) -> str:
   for entry in report["settings"]:
     label = setting_label(entry, report["settings"])
     others = {name: e["all"] for name, e in _controls_at(report, entry).items()}
-    figures.append(_figure(
+    figures.append(figure(
         plots.positions(report["drafter"], entry["all"], others,
                         f"acceptance by position at {label}"),
         f"{label}, {entry['rule']}: share of rounds that accepted at least so many drafts, and of "
@@ -326,25 +234,28 @@ def _controls(report: dict) -> str:
                      f"({e['all']['prompts']} prompts)" for e in control["settings"])
     what = CONTROLS.get(name.split(":")[0].split("_")[0])
     lines.append(f"{name}{f' ({what})' if what else ''}: {taus}")
-  return _list(lines)
+  return bullets(lines)
 
 
 def _replay(rows: Sequence[Mapping]) -> str:
   if not rows:
     return ""
   figures = []
-  for heat in dict.fromkeys(row["temperature"] for row in rows):
-    own = sorted((r for r in rows if r["temperature"] == heat), key=lambda r: r["draft_len"])
+  for heat, rule in dict.fromkeys((row["temperature"], row.get("rule")) for row in rows):
+    own = sorted((r for r in rows if (r["temperature"], r.get("rule")) == (heat, rule)),
+                 key=lambda r: r["draft_len"])
+    label = f"T={heat:g}" + (f", {rule}" if rule else "")
     xs = [r["draft_len"] for r in own]
     column = lambda key, own=own: [r.get(key) for r in own]
     curves = [("replay", xs, column("tau"), column("tau_ci"))]
     for key, name in (("uniform_anchor", "uniform anchors"), ("measured", "decoding (measured)")):
       if any(isinstance(v, int | float) for v in column(key)):
         curves.append((name, xs, column(key), column(f"{key}_ci")))
-    figures.append(_figure(
-        plots.lines(curves, "K, drafts per round", "τ", f"estimates of τ at T={heat:g}",
-                    zero=False), f"T={heat:g}"))
-  return f'<div class="pair">{"".join(figures)}</div>' + rows_table("Replay estimate", rows)
+    figures.append(figure(
+        plots.lines(curves, "K, drafts per round", "τ", f"estimates of τ at {label}",
+                    zero=False), label))
+  return f'<div class="pair">{"".join(figures)}</div>' + rows_table(
+      "Replay estimate", rows, _REPLAY_HEADS)
 
 
 def _speed(report: dict) -> str:
@@ -377,30 +288,38 @@ def _prediction(rows: Sequence[Mapping]) -> str:
     column = lambda key, own=own: [r.get(key) for r in own]
     where = " ".join(filter(None, (drafter, dtype)))
     curves = [("S predicted", xs, column("speedup"), None)]
-    if any(v is not None for v in column("measured_speedup")):
-      curves.append(("S (measured)", xs, column("measured_speedup"), column("measured_speedup_ci")))
-    figures.append(_figure(plots.lines(curves, "K, drafts per round", "speed-up S",
+    for key in ("measured", "measured_speedup"):
+      if any(v is not None for v in column(key)):
+        curves.append(("S (measured)", xs, column(key), column(f"{key}_ci")))
+    figures.append(figure(plots.lines(curves, "K, drafts per round", "speed-up S",
                                        f"speed-up by K, {where}"), f"{where}: speed-up"))
     costs = [("v(K+1), a verification pass", xs, column("verify_cost"), None),
              ("c, a proposal", xs, column("draft_cost"), None)]
-    figures.append(_figure(plots.lines(costs, "K, drafts per round", "plain steps",
+    figures.append(figure(plots.lines(costs, "K, drafts per round", "plain steps",
                                        f"costs by K, {where}"), f"{where}: costs"))
-  return f'<div class="pair">{"".join(figures)}</div>' + rows_table("Predicted speed-up", rows)
+  return f'<div class="pair">{"".join(figures)}</div>' + rows_table(
+      "Predicted speed-up", rows, _PREDICTION_HEADS)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-  for name, value in values.items():
-    if isinstance(value, Mapping):
-      yield from _flat(value, f"{prefix}{name}.")
-    elif name not in _HIDDEN:
-      yield f"{prefix}{name}", value
+def _whatif(values: Mapping[str, Any]) -> str:
+  """The ceilings by batch size as a plot, at the shortest context, then everything as tables."""
+  curves = []
+  for chip in values.get("accelerators") or ():
+    rows = [r for r in chip.get("rows", ()) if r.get("speedup") is not None]
+    rows = [r for r in rows if r.get("context") == min(r.get("context", 0) for r in rows)]
+    if rows:
+      curves.append((chip["name"], [r["batch"] for r in rows], [r["speedup"] for r in rows], None))
+  plot = figure(plots.lines(curves, "sequences decoded together", "speed-up at the ceiling",
+                             "speed-up by batch size", log=True),
+                 "roofline ceilings at the shortest context, the best K each") if curves else ""
+  return plot + nested(values)
 
 
 def _provenance(provenance: Mapping[str, Any]) -> str:
   shown = {name: value for name, value in provenance.items() if name not in (*_HIDDEN, "config")}
   exact = lambda value: ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-  out = _pairs({name: exact(value) for name, value in _flat(shown)})
+  out = pairs({name: exact(value) for name, value in flat(shown)})
   config = provenance.get("config")
   if config:
-    out += "<h3>Config</h3>" + _pairs({name: exact(v) for name, v in _flat(config)})
+    out += "<h3>Config</h3>" + pairs({name: exact(v) for name, v in flat(config)})
   return out

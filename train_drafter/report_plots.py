@@ -149,7 +149,7 @@ def draw_forest(axes, rows: Sequence, line: float | None = None) -> None:
 
 
 def lines(curves: Sequence[tuple[str, Sequence, Sequence, Sequence | None]], xlabel: str,
-          ylabel: str, label: str, zero: bool = True) -> str:
+          ylabel: str, label: str, zero: bool = True, log: bool = False) -> str:
   """Curves over whole numbers: (name, xs, ys, intervals or None); None among ys is left out.
 
   A name that ends in "(measured)" is drawn as points alone, with its intervals.
@@ -164,7 +164,11 @@ def lines(curves: Sequence[tuple[str, Sequence, Sequence, Sequence | None]], xla
           axes.plot([x, x], pair, color=colour(i), linewidth=1.2)
       axes.plot(*_known(places, ys), color=colour(i), label=name, marker="os^Dv*"[i % 6],
                 linestyle="none" if name.endswith("(measured)") else "-")
-    axes.set_xticks(sorted({x for _, xs, _, _ in curves for x in xs}))
+    if log:
+      axes.set_xscale("log", base=2)
+    ticks = sorted({x for _, xs, _, _ in curves for x in xs})
+    axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    axes.minorticks_off()
     if zero:
       axes.set_ylim(bottom=0)
     _legend(figure, axes)

@@ -93,6 +93,23 @@ def test_interval_of_two_prompts_is_the_spread_of_its_resamples():
   assert np.isnan(records.tau_difference_ci(ours[:1], theirs[:1])).all()
 
 
+def test_interval_matches_a_loop_that_draws_the_same_prompts_on_both_sides():
+  """Prompts of very different length: the rounds of both runs must be drawn with the tokens."""
+  rng = np.random.default_rng(7)
+  sides = [[], []]
+  for _ in range(25):
+    size, rate = rng.integers(1, 30), rng.uniform(0.1, 0.9)
+    for side in sides:
+      side.append(row(rng.binomial(5, rate, size=size + rng.integers(0, 3)).tolist()))
+  gaps = []
+  for _ in range(3000):
+    drawn = rng.integers(25, size=25)
+    gaps.append(records.tau([sides[0][i] for i in drawn])
+                - records.tau([sides[1][i] for i in drawn]))
+  np.testing.assert_allclose(records.tau_difference_ci(*sides, resamples=4000),
+                             np.quantile(gaps, [0.025, 0.975]), atol=0.03)
+
+
 def test_paired_by_hand():
   found = lib.paired([row([3]), row([1, 1]), row([0])], [row([1]), row([1]), row([2])])
   assert found["tau"] == pytest.approx(9 / 4) and found["baseline_tau"] == pytest.approx(7 / 3)

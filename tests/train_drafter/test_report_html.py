@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from tests.train_drafter.test_report import GREEDY, IDENTITY, RATIO, arguments, many, prompt
-from train_drafter import report_html, report_plots
+from train_drafter import report_elements, report_plots
 from train_drafter.report import build_report, write_report
 from train_drafter.report_html import html
 
@@ -50,14 +50,20 @@ class Page(HTMLParser):
 
 
 OPTIONAL = {
-  "replay": [{"temperature": 1.0, "draft_len": k, "tau": 2.125 + k, "tau_ci": [2.0 + k, 2.25 + k],
-              "uniform_anchor": 3.11 + k, "measured": 2.2 + k, "agrees": k == 1} for k in (1, 3)],
+  "replay": [{"temperature": 1.0, "rule": "ratio", "draft_len": k, "tau": 2.125 + k,
+              "tau_ci": [2.0 + k, 2.25 + k], "uniform_anchor": 3.11 + k, "survival": [0.77] * k,
+              "measured": 2.2 + k, "measured_ci": [2.1 + k, 2.3 + k], "agrees": k == 1}
+             for k in (1, 3)],
   "prediction": [{"dtype": "bfloat16", "draft_len": k, "tau": 1.5, "draft_cost": 0.125 * k,
-                  "verify_cost": 1.37, "speedup": 1.77, "measured_speedup": None if k else 1.2,
+                  "verify_cost": 1.37, "speedup": 1.77, "measured": 1.2 if k == 1 else None,
                   "chosen": k == 2} for k in (1, 2, 3)],
-  "memory": {"target": {"parameters": 3 << 29, "cache": 7 << 20}, "peak_device": None},
-  "whatif": {"roofline": [{"accelerator": "GB10", "bandwidth": 273e9, "plain_tokens_per_s": 8.8}],
-             "experts": {"count": 64, "distinct": 41.25}},
+  "memory": {"target": {"parameter_bytes": 3 << 29, "parameters": 135 * 10**6},
+             "peak_device_bytes": None},
+  "whatif": {"accelerators": [
+                 {"name": "GB10", "bandwidth": 273e9, "plain_tokens_per_s": 8.8, "rows": [
+                     {"batch": b, "context": c, "speedup": 1.9} for b in (1, 8) for c in (5, 7)]},
+                 {"name": "TPU", "bandwidth": 819e9, "plain_tokens_per_s": None, "rows": []}],
+             "experts": [{"name": "mix", "count": 64, "by_tokens": {"1": 8.0, "6": 33.5}}]},
 }
 
 
@@ -80,7 +86,7 @@ def test_the_page_is_whole_and_asks_for_nothing():
                   "Speed", "Predicted speed-up", "Memory", "Where speculation pays", "Identity",
                   "Definitions", "Provenance"):
     assert heading in page.words
-  assert page.tags.count("svg") == 2 + 2 + 1 + 2  # categories, positions, replay, prediction
+  assert page.tags.count("svg") == 2 + 2 + 1 + 2 + 1  # category, position, replay, S, what if
 
 
 def test_sections_that_the_report_lacks_do_not_appear():
@@ -113,9 +119,10 @@ def test_text_is_escaped_everywhere():
   report["warnings"], report["definitions"] = [evil], {evil: evil}
   report["prediction"][0]["dtype"] = report["whatif"][evil] = evil
   report["memory"][evil] = {evil: [{evil: evil}]}
+  report["whatif"]["accelerators"][0]["name"] = report["replay"][0]["rule"] = evil
   page = Page(html(report))
   assert not page.open and "script" not in page.tags
-  assert page.words.count('<script>alert("x")</script>') >= 15
+  assert page.words.count('<script>alert("x")</script>') >= 18
 
 
 def allowed(value, found):
@@ -162,6 +169,12 @@ def test_the_figures_are_where_a_reader_looks_for_them():
   assert f"all 2.67 ({interval}) 39.3 2.61 16.7 0.0 2.67 1.00 3" in page.words
   assert "3.125 (3.000–3.250)" in page.words  # replay at K = 1
   assert "1.50 GiB" in page.words and "273 G" in page.words
+  assert "parameters 135 M" in page.words
+  assert "0.77" not in page.words  # lists by position are for programs
+  assert "name bandwidth plain tokens per s GB10 273 G 8.80 TPU 819 G –" in page.words
+  assert "GB10: rows batch context speedup 1 5 1.90 1 7 1.90 8 5 1.90" in page.words
+  assert "name count by tokens 1 by tokens 6 mix 64 8.00 33.5" in page.words
+  assert re.search(r"bfloat16 1 1.50 0.125 1.37 1.77 1.20 no", page.words)
 
 
 def test_categories_stand_in_order_of_tau_at_each_setting():
@@ -200,12 +213,12 @@ def test_prompt_hashes_are_for_programs():
   (0.0123, "0.0123"), (1234.5, "1234"), (273e9, "273 G"), ([1, 2.5], "1, 2.50"), ("a", "a"),
 ])
 def test_values_of_free_form_sections(value, text):
-  assert report_html.cell(value) == text
+  assert report_elements.cell(value) == text
 
 
 def test_bytes():
-  assert report_html.scaled(3 << 29, True) == "1.50 GiB"
-  assert report_html.scaled(100, True) == "100 B"
+  assert report_elements.scaled(3 << 29, True) == "1.50 GiB"
+  assert report_elements.scaled(100, True) == "100 B"
 
 
 def test_plots_take_their_colours_from_the_page():
