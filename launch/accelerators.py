@@ -1,8 +1,10 @@
-"""What an accelerator can do, as its maker publishes it."""
+"""What an accelerator can do: the published figures of train_drafter/whatif.py by short names, and
+the shares of them that programs reach."""
 
 import dataclasses
 
 from spec_jax.errors import UserError
+from train_drafter import whatif
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,20 +25,14 @@ class Accelerator:
   efficiency: tuple[float, float] = (0.5, 0.7)
 
 
+_NAMES = {"v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e", "h100": "H100 SXM", "h200": "H200",
+          "gb10": "GB10"}
+_PUBLISHED = {chip.name: chip for chip in whatif.ACCELERATORS}
 ACCELERATORS = {
-    # Google Cloud, TPU v5e, v5p and v6e system architecture pages (decimal units).
-    "v5e": Accelerator(197e12, 819e9, 16e9),
-    "v5p": Accelerator(459e12, 2765e9, 95e9),
-    "v6e": Accelerator(918e12, 1638e9, 32e9),
-    # NVIDIA data sheets of H100 SXM and H200 SXM, without sparsity.
-    "h100": Accelerator(989e12, 3.35e12, 80e9),
-    "h200": Accelerator(989e12, 4.8e12, 141e9),
-    # NVIDIA DGX Spark data sheet: 1 PFLOP/s FP4 with sparsity, of which dense bfloat16 is taken to
-    # be an eighth; memory shared with the CPU.
-    "gb10": Accelerator(125e12, 273e9, 128e9),
+    name: Accelerator(chip.flops, chip.bandwidth, chip.memory)
+    for name, chip in ((name, _PUBLISHED[full]) for name, full in _NAMES.items())} | {
     # Two cores of a server with avx512_bf16: measured, no data sheet has them.
-    "cpu2": Accelerator(1.0e12, 16e9, 24e9, (0.45, 1.0)),
-}
+    "cpu2": Accelerator(1.0e12, 16e9, 24e9, (0.45, 1.0))}
 
 
 def find(name: str) -> Accelerator:
