@@ -35,7 +35,8 @@ endef
 # programs, so XLA compiles without its optimizations, except for the exactness ladder, which counts
 # millions of tokens and states what holds for programs as users run them.
 # Status 5 is "no test chosen", as when PYTEST_ARGS names tests of another part.
-APART := tests/exactness tests/drafters
+BESIDE := tests/drafters tests/launch tests/models tests/weights
+APART := tests/exactness $(BESIDE)
 UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 pytest_of = $(PY) -m pytest -m 'not interop' $(1) $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
@@ -79,7 +80,7 @@ test: setup $(VENV)/.test
 	@ladder=$$(mktemp); status=0; \
 	( bad=0; $(call pytest_of,tests/exactness) || bad=$$?; \
 	  export XLA_FLAGS="$$XLA_FLAGS $(UNOPTIMIZED)"; \
-	  $(call pytest_of,tests/drafters) || bad=$$?; exit $$bad ) >$$ladder 2>&1 & other=$$!; \
+	  $(call pytest_of,$(BESIDE)) || bad=$$?; exit $$bad ) >$$ladder 2>&1 & other=$$!; \
 	trap 'kill $$other; exit 130' INT TERM; \
 	( export XLA_FLAGS="$$XLA_FLAGS $(UNOPTIMIZED)"; \
 	  $(call pytest_of,$(APART:%=--ignore=%)) ) || status=$$?; \
