@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 from absl import flags
 
+from launch import options as flag_options
 from spec_jax import command
 from spec_jax.errors import UserError
 
@@ -233,11 +234,8 @@ def apply(jobs: Sequence[dict[str, Any]]) -> int:
 
 
 def define_flags(values: flags.FlagValues) -> None:
-  """Defines one flag --gke_NAME for each field of `Options` in `values`."""
-  kinds = {int: flags.DEFINE_integer, bool: flags.DEFINE_bool, str: flags.DEFINE_string}
-  for field in dataclasses.fields(Options):
-    kinds[field.type](f"gke_{field.name}", field.default, "see Options in launch/gke.py",
-                      flag_values=values)
+  """Defines the flags --gke_... in `values`."""
+  flag_options.define("gke", Options, values)
 
 
 def options(values: flags.FlagValues) -> Options:
@@ -246,10 +244,7 @@ def options(values: flags.FlagValues) -> Options:
   Raises:
     UserError: names the flag and its value.
   """
-  found = Options(**{field.name: values[f"gke_{field.name}"].value
-                     for field in dataclasses.fields(Options)})
-  check(found)
-  return found
+  return flag_options.read("gke", Options, check, values)
 
 
 def main() -> None:
@@ -258,21 +253,15 @@ def main() -> None:
   flags.DEFINE_string("name", "spec-jax", "name of the run")
   flags.DEFINE_bool("dry_run", False, "print the YAML")
 
-  def parse(argv):
-    at = argv.index("--") if "--" in argv else len(argv)
-    return command.parse(argv[:at], flags.FLAGS), argv[at + 1:]
-
   def execute(parsed):
     values, words = parsed
-    if not words:
-      raise UserError("the command to run stands behind --")
     jobs = [job_set(options(values), values.name, words)]
     if values.dry_run:
       print(to_yaml(jobs))
       return 0
     return apply(jobs)
 
-  command.run(execute, parse)
+  command.run(execute, flag_options.parse)
 
 
 if __name__ == "__main__":

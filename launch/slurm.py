@@ -23,6 +23,7 @@ from pathlib import Path
 from absl import flags
 
 from launch import cell as cell_lib
+from launch import options as flag_options
 from spec_jax import command
 from spec_jax.errors import UserError
 
@@ -294,11 +295,8 @@ def cell_states(root: Path) -> dict[str, str]:
 
 
 def define_flags(values: flags.FlagValues) -> None:
-  """Defines one flag --slurm_NAME for each field of `Options` in `values`."""
-  for field in dataclasses.fields(Options):
-    kind = flags.DEFINE_integer if field.type is int else flags.DEFINE_string
-    kind(f"slurm_{field.name}", field.default, "see Options in launch/slurm.py",
-         flag_values=values)
+  """Defines the flags --slurm_... in `values`."""
+  flag_options.define("slurm", Options, values)
 
 
 def options(values: flags.FlagValues) -> Options:
@@ -307,10 +305,7 @@ def options(values: flags.FlagValues) -> Options:
   Raises:
     UserError: names the flag and its value.
   """
-  found = Options(**{field.name: values[f"slurm_{field.name}"].value
-                     for field in dataclasses.fields(Options)})
-  check(found)
-  return found
+  return flag_options.read("slurm", Options, check, values)
 
 
 def main() -> None:
@@ -320,14 +315,8 @@ def main() -> None:
   flags.DEFINE_string("logs", "logs", "folder of the logs, one for each rank")
   flags.DEFINE_bool("dry_run", False, "print the script")
 
-  def parse(argv):
-    at = argv.index("--") if "--" in argv else len(argv)
-    return command.parse(argv[:at], flags.FLAGS), argv[at + 1:]
-
   def execute(parsed):
     values, words = parsed
-    if not words:
-      raise UserError("the command to run stands behind --")
     logs = Path(values.logs).absolute()
     script = command_script(options(values), values.name, logs, words)
     if values.dry_run:
@@ -336,7 +325,7 @@ def main() -> None:
     logs.mkdir(parents=True, exist_ok=True)
     print(f"job {submit(script)}")
 
-  command.run(execute, parse)
+  command.run(execute, flag_options.parse)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import copy
 import dataclasses
 import datetime
 import functools
-import importlib.util
 import json
 import secrets
 import shlex
@@ -234,8 +233,6 @@ def compare(root: Path, runs: Sequence[Path], more: Sequence[str] = ()) -> None:
   """Calls `python -m launch.compare` on finished runs, with `more` flags."""
   if len(runs) < 2:
     print(f"{len(runs)} finished cells: nothing to compare")
-  elif importlib.util.find_spec("launch.compare") is None:
-    print("launch.compare is not installed: no table over the cells")
   else:
     words = [sys.executable, "-m", "launch.compare", *map(str, runs), f"--out={root / 'compare'}",
              *more]

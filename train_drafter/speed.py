@@ -128,13 +128,9 @@ def interleaved(pieces: Mapping[str, Callable[[], Any]], repeats: int) -> dict[s
   return times
 
 
-def passes(single: Single, ids: Sequence[int], count: int) -> dict[str, Callable[[], Any]]:
-  """The passes of a round as pieces for `interleaved`, each `count` times, behind one prompt.
-
-  Returns:
-    "plain": one token wide; "verify": K + 1 wide; "draft": proposals, with a drafter.
-  """
-  program, params, state = single.prefilled(ids)
+def _passes_behind(
+    program: decode.Program, params: Any, state: decode.State, count: int) -> Callable[[int], Any]:
+  """width -> `count` passes of the target that wide behind a prefilled prompt."""
   cache = [jax.tree.map(jnp.copy, state.cache)]
 
   def run_pass(width):
@@ -142,6 +138,17 @@ def passes(single: Single, ids: Sequence[int], count: int) -> dict[str, Callable
     out, cache[0] = pass_loop(program, params, cache[0], block, state.length, count)
     return out
 
+  return run_pass
+
+
+def passes(single: Single, ids: Sequence[int], count: int) -> dict[str, Callable[[], Any]]:
+  """The passes of a round as pieces for `interleaved`, each `count` times, behind one prompt.
+
+  Returns:
+    "plain": one token wide; "verify": K + 1 wide; "draft": proposals, with a drafter.
+  """
+  program, params, state = single.prefilled(ids)
+  run_pass = _passes_behind(program, params, state, count)
   pieces = {"plain": lambda: run_pass(1), "verify": lambda: run_pass(single.draft_len + 1)}
   if single.drafter is not None:
     pieces["draft"] = lambda: draft_loop(program, params, state, count)
@@ -188,13 +195,7 @@ def cost_curve(single: Single, ids: Sequence[int], draft_lens: Sequence[int], re
     "draft": [c(K) for K in draft_lens], both in such steps, from medians}.
   """
   program, params, state = single.prefilled(ids)
-  cache = [jax.tree.map(jnp.copy, state.cache)]
-
-  def run_pass(width):
-    block = jnp.broadcast_to(state.tokens[:, :1], (1, width))
-    out, cache[0] = pass_loop(program, params, cache[0], block, state.length, count)
-    return out
-
+  run_pass = _passes_behind(program, params, state, count)
   def run_draft(draft_len):
     # What a proposal reads of the state does not depend on K.
     return draft_loop(dataclasses.replace(program, draft_len=draft_len), params, state, count)

@@ -187,9 +187,7 @@ def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch
   """Sums over the states that predict something: loss and its weight; and, by place in the draft,
   alpha, greedy match, the teacher's mass on the draft vocabulary, and their count."""
   options = setup.options
-  low = jnp.dtype(options.dtype)
-  params = jax.tree.map(lambda x: x.astype(low) if x.ndim > 1 else x, params)
-  module = nnx.merge(setup.graph, params, frozen)
+  module = drafter_of(setup, params, frozen)
   target = nnx.merge(setup.target, target_params)
   key = jax.random.fold_in(jax.random.key(options.seed), batch["step"])
   states = module.train_states(batch, target, key)
@@ -283,11 +281,11 @@ def train_step(setup: Setup, state: TrainState, frozen: Any, target_params: Any,
   return state, sums | {"grad_norm": norm, "bad": state.bad, "skipped": state.skipped}
 
 
-def drafter_of(setup: Setup, state: TrainState) -> nnx.Module:
-  """The drafter of a state, in the dtype it computes in."""
+def drafter_of(setup: Setup, params: Any, frozen: Any) -> nnx.Module:
+  """The drafter of the parameters, in the dtype it computes in."""
   low = jnp.dtype(setup.options.dtype)
-  params = jax.tree.map(lambda x: x.astype(low) if x.ndim > 1 else x, state.params)
-  return nnx.merge(setup.graph, params, setup.frozen)
+  params = jax.tree.map(lambda x: x.astype(low) if x.ndim > 1 else x, params)
+  return nnx.merge(setup.graph, params, frozen)
 
 
 @functools.partial(jax.jit, static_argnames=("setup",))
@@ -299,9 +297,7 @@ def validation_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, 
 @functools.partial(jax.jit, static_argnames=("setup",))
 def validation_chances(setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict):
   """How probably each supervised token is an accepted draft (`replay.packed_chances`)."""
-  low = jnp.dtype(setup.options.dtype)
-  params = jax.tree.map(lambda x: x.astype(low) if x.ndim > 1 else x, params)
-  module = nnx.merge(setup.graph, params, frozen)
+  module = drafter_of(setup, params, frozen)
   return replay.packed_chances(module, nnx.merge(setup.target, target_params), batch, REPLAYED)
 
 
@@ -361,7 +357,7 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
       while step < steps:
         profile.before(step - first)
         if own is not None and own.due(step):
-          batch = own.batch(step, drafter_of(setup, state))
+          batch = own.batch(step, drafter_of(setup, state.params, setup.frozen))
         else:
           batch = ahead.batch(step)
         batch = with_features(batch, module.taps, target)

@@ -266,10 +266,6 @@ def test_finished_cells_are_compared(tmp_path, capsys, monkeypatch):
     return subprocess.CompletedProcess(words, 3)
 
   monkeypatch.setattr(sweep.subprocess, "run", run)
-  monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda name: None)
-  sweep.compare(tmp_path, runs)
-  assert not called and "launch.compare is not installed" in capsys.readouterr().out
-  monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda name: name)
   sweep.compare(tmp_path, runs, ["--x"])
   assert called == [["-m", "launch.compare", *map(str, runs), f"--out={tmp_path / 'compare'}",
                      "--x"]]
