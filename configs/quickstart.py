@@ -21,13 +21,13 @@ def get_config(arg: str = "") -> Config:
       "structured=2", "code=1", "math=1", "qa=1", "summarization=1", "translation=1", "rag=1",
       "multi_turn=1", "creative=1")
   cfg.prompts.eval_per_category = 12
-  cfg.generate.budget_s = 230.0
-  cfg.train.budget_s = 310.0
+  cfg.generate.budget_s = 200.0
+  cfg.train.budget_s = 290.0
   # Every prompt: --config.evaluate.identity_per_category=0 (minutes, in float32).
   cfg.evaluate.identity_per_category = 2
   cfg.evaluate.speed_prompts = 6
   cfg.evaluate.cost_dtypes = ("bfloat16",)
   cfg.evaluate.batch_sizes = ()
   cfg.evaluate.batch_size = 36
-  cfg.evaluate.untrained_per_category = 3
+  cfg.evaluate.untrained_per_category = 2
   return cfg
