@@ -92,6 +92,10 @@ class TrainConfig:
   """How it is trained."""
 
   loss: str = "fkl"  # ce, fkl, rkl, jsd, tv, lk_alpha, lk_hybrid, ce_tv
+  # Shares of the steps, from the first on: those that train by ce before `loss`, and (eagle3) those
+  # that train the first draft step alone before all of them, at less than half the cost.
+  ce_share: float = 0.0
+  first_step_share: float = 0.0
   # Of the later places of a draft: exp (as the drafter has it), uniform, or dpace (2605.18810).
   position_weight: str = "exp"
   steps: int = 0  # 0: as many as fit into budget_s, measured at the start
@@ -205,7 +209,8 @@ _ONE_OF = {
     "drafter.init": ("target", "random")}
 _SHARES = {  # field -> zero allowed
     "prompts.max_dropped_share": True, "prompts.self_written_top_p": False,
-    "generate.top_p": False, "train.on_policy_fraction": True, "train.warmup": True,
+    "generate.top_p": False, "train.on_policy_fraction": True, "train.ce_share": True,
+    "train.first_step_share": True, "train.warmup": True,
     "train.final_lr": True, "train.beta2": False}
 
 
@@ -274,6 +279,10 @@ def validate(cfg: Config) -> None:
     if 0 < cfg.drafter.draft_vocab <= cfg.train.sampled_vocab:
       raise UserError(f"train.sampled_vocab={cfg.train.sampled_vocab} must be below "
                       f"drafter.draft_vocab={cfg.drafter.draft_vocab}")
+  if cfg.train.first_step_share and cfg.drafter.kind != "eagle3":
+    raise UserError(
+        f"train.first_step_share={cfg.train.first_step_share} needs a drafter whose training "
+        f"simulates drafting step by step (eagle3), not {cfg.drafter.kind}")
   if cfg.features.mode == "topk" and cfg.train.teacher_temperature != 1:
     raise UserError(f"train.teacher_temperature={cfg.train.teacher_temperature} must be 1.0 with "
                     "features.mode='topk': the store keeps probabilities at temperature 1")

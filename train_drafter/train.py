@@ -32,6 +32,7 @@ from train_drafter import head_sample, losses, manifest, metrics, replay
 from train_drafter.batches import Ahead, Packer
 from train_drafter.checkpoint import Checkpoints, GracefulExit
 from train_drafter.config import Config, TrainConfig
+from train_drafter.curriculum import curriculum
 from train_drafter.documents import draft_vocabulary, prepare
 from train_drafter.extract import open_features
 from train_drafter.generate import load_answers, target_id
@@ -345,6 +346,7 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
   """Trains for the planned steps and writes the best drafter; returns counts for the manifest."""
   steps = planned_steps(cfg, target, module, packer, folder, began)
   setup, state = make_setup(cfg, target, module, steps)
+  programs = curriculum(setup, module)
   every = cfg.train.eval_every or max(1, steps // 10)
   own = OnPolicy(cfg, target, packer) if cfg.train.on_policy_fraction else None
   deadline = began + 1.15 * cfg.train.budget_s if cfg.train.budget_s else float("inf")
@@ -368,7 +370,8 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
         else:
           batch = ahead.batch(step)
         batch = with_features(batch, module.taps, target)
-        state, sums = train_step(setup, state, setup.frozen, target.params, batch)
+        state, sums = train_step(
+            programs.at(step, steps), state, setup.frozen, target.params, batch)
         step += 1
         note = None if last is None else log.step(*last, setup, packer)
         last = (step, sums)
@@ -429,14 +432,16 @@ def planned_steps(cfg, target, module, packer: Packer, folder: Path, began: floa
     except (ValueError, TypeError, KeyError):
       raise UserError(f"{path}: damaged; remove {folder} and run its stage again") from None
   setup, state = make_setup(cfg, target, module, 1000)
-  times = []
-  for step in range(_CALIBRATION):
-    clock = time.monotonic()
-    batch = with_features(packer.batch(step), module.taps, target)
-    state, sums = train_step(setup, state, setup.frozen, target.params, batch)
-    jax.block_until_ready(sums)
-    times.append(time.monotonic() - clock)
-  second = float(np.median(times[1:]))
+  second = 0.0
+  for share, part in curriculum(setup, module).parts():
+    times = []
+    for step in range(_CALIBRATION):
+      clock = time.monotonic()
+      batch = with_features(packer.batch(step), module.taps, target)
+      state, sums = train_step(part, state, setup.frozen, target.params, batch)
+      jax.block_until_ready(sums)
+      times.append(time.monotonic() - clock)
+    second += share * float(np.median(times[1:]))
   left = cfg.train.budget_s - (time.monotonic() - began)
   steps = max(_LEAST_STEPS, int(0.92 * left / second))
   manifest.write_json(path, {"steps": steps, "seconds_per_step": second})
