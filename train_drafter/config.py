@@ -92,6 +92,10 @@ class TrainConfig:
   """How it is trained."""
 
   loss: str = "fkl"  # ce, fkl, rkl, jsd, tv, lk_alpha, lk_hybrid, ce_tv
+  # Shares of the steps, from the first on: those that train by ce before `loss`, and (eagle3) those
+  # that train the first draft step alone before all of them, at less than half the cost.
+  ce_share: float = 0.0
+  first_step_share: float = 0.0
   # Of the later places of a draft: exp (as the drafter has it), uniform, or dpace (2605.18810).
   position_weight: str = "exp"
   steps: int = 0  # 0: as many as fit into budget_s, measured at the start
@@ -112,6 +116,9 @@ class TrainConfig:
   on_policy_fraction: float = 0.0
   teacher_temperature: float = 1.0  # divides the logits of both sides of the loss
   chunk: int = 256  # supervised positions scored at once
+  # Ids of the draft vocabulary that a step scores: those of the batch and a random choice of the
+  # others, weighted by the inverse of its chance; 0 for all. Validation scores all.
+  sampled_vocab: int = 0
   validation: int = 32  # answers held out of training
   eval_every: int = 0  # steps; 0 for a tenth of the run
   keep: int = 2  # newest checkpoints that stay, besides the best
@@ -187,7 +194,8 @@ _AT_LEAST = {  # field -> smallest value allowed
     "drafter.anchors": 1, "drafter.mask_id": -1, "drafter.markov_rank": 1,
     "train.steps": 0, "train.budget_s": 0, "train.batch_rows": 1, "train.seq_len": 8,
     "train.lr": 0, "train.clip": 0, "train.max_bad_steps": 1, "train.chunk": 1,
-    "train.validation": 1, "train.eval_every": 0, "train.keep": 1, "train.weight_decay": 0,
+    "train.validation": 1, "train.sampled_vocab": 0, "train.eval_every": 0, "train.keep": 1,
+    "train.weight_decay": 0,
     "evaluate.draft_len": 1, "evaluate.max_new_tokens": 1, "evaluate.batch_size": 1,
     "evaluate.speed_prompts": 0, "evaluate.identity_per_category": 0,
     "evaluate.untrained_per_category": 0, "export.prompts": 1}
@@ -201,7 +209,8 @@ _ONE_OF = {
     "drafter.init": ("target", "random")}
 _SHARES = {  # field -> zero allowed
     "prompts.max_dropped_share": True, "prompts.self_written_top_p": False,
-    "generate.top_p": False, "train.on_policy_fraction": True, "train.warmup": True,
+    "generate.top_p": False, "train.on_policy_fraction": True, "train.ce_share": True,
+    "train.first_step_share": True, "train.warmup": True,
     "train.final_lr": True, "train.beta2": False}
 
 
@@ -262,6 +271,18 @@ def validate(cfg: Config) -> None:
     raise UserError(
         f"train.on_policy_fraction={cfg.train.on_policy_fraction} needs a drafter whose drafts "
         f"follow each other (small_lm, eagle3), not {cfg.drafter.kind}")
+  if cfg.train.sampled_vocab:
+    if cfg.drafter.kind == "dspark" or cfg.features.mode == "topk":
+      raise UserError(f"train.sampled_vocab={cfg.train.sampled_vocab} is for an untrained head and "
+                      "a teacher known everywhere: not for drafter.kind=dspark, nor for "
+                      "features.mode=topk")
+    if 0 < cfg.drafter.draft_vocab <= cfg.train.sampled_vocab:
+      raise UserError(f"train.sampled_vocab={cfg.train.sampled_vocab} must be below "
+                      f"drafter.draft_vocab={cfg.drafter.draft_vocab}")
+  if cfg.train.first_step_share and cfg.drafter.kind != "eagle3":
+    raise UserError(
+        f"train.first_step_share={cfg.train.first_step_share} needs a drafter whose training "
+        f"simulates drafting step by step (eagle3), not {cfg.drafter.kind}")
   if cfg.features.mode == "topk" and cfg.train.teacher_temperature != 1:
     raise UserError(f"train.teacher_temperature={cfg.train.teacher_temperature} must be 1.0 with "
                     "features.mode='topk': the store keeps probabilities at temperature 1")

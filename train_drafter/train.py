@@ -28,10 +28,11 @@ from spec_jax.models.decoder import linear
 from spec_jax.target import Target
 from spec_jax.types import pytree
 from train_drafter import config as config_lib
-from train_drafter import losses, manifest, metrics, replay
+from train_drafter import head_sample, losses, manifest, metrics, replay
 from train_drafter.batches import Ahead, Packer
 from train_drafter.checkpoint import Checkpoints, GracefulExit
 from train_drafter.config import Config, TrainConfig
+from train_drafter.curriculum import curriculum
 from train_drafter.documents import draft_vocabulary, prepare
 from train_drafter.extract import open_features
 from train_drafter.generate import load_answers, target_id
@@ -183,14 +184,18 @@ def make_optimizer(
       muon_weight_dimension_numbers=numbers, consistent_rms=_MUON_RMS)
 
 
-def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict):
+def batch_sums(
+    setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict, sampled: int = 0):
   """Sums over the states that predict something: loss and its weight; and, by place in the draft,
-  alpha, greedy match, the teacher's mass on the draft vocabulary, and their count."""
+  alpha, greedy match, the teacher's mass on the draft vocabulary, and their count. With `sampled`
+  ids of the draft vocabulary they are estimates (`head_sample`)."""
   options = setup.options
   module = drafter_of(setup, params, frozen)
   target = nnx.merge(setup.target, target_params)
   key = jax.random.fold_in(jax.random.key(options.seed), batch["step"])
   states = module.train_states(batch, target, key)
+  if sampled:
+    offset = head_sample.shrink(module, target, batch, sampled, jax.random.fold_in(key, 1))
   ids = module.draft_ids[...] if hasattr(module, "draft_ids") else None
   head = module.head_weight(target)  # frozen: also the teacher's
   following = jnp.roll(batch["tokens"].reshape(-1), -1)[batch["place"]]  # the data token
@@ -202,12 +207,14 @@ def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch
 
   def student_logits(part, trained, j):
     student = module.masked(module.train_logits(part[:, j], target, trained), target)
-    return student / options.teacher_temperature  # as a drafter decodes at its target's
+    student = student / options.teacher_temperature  # as a drafter decodes at its target's
+    return student + offset if sampled else student
 
   def token_sums(part, trained, rest):
     teacher = {name: value[rest["source"]] for name, value in rows_of.items()}
     if "hidden" in teacher:
       rows = module.masked(linear(teacher["hidden"], head), target) / options.teacher_temperature
+      rows = rows + offset if sampled else rows
     total: dict[str, Array] = {}
     for j in range(part.shape[1]):
       student = student_logits(part, trained, j)
@@ -216,7 +223,7 @@ def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch
         rows, below = losses.completed(student, teacher["logprobs"], teacher["place"])
         lower = {"alpha_lower": below}
       known = losses.Teacher(rows, teacher["logsumexp"], teacher["label"])
-      best = sampling.argmax(jax.lax.stop_gradient(student))
+      best = sampling.argmax(jax.lax.stop_gradient(student - offset if sampled else student))
       match = (best if ids is None else ids[best]) == teacher["best"]
       alpha = losses.overlap(jax.lax.stop_gradient(student), rows, known.logsumexp)
       weight, depth = rest["weight"][:, j], rest["depth"][:, j]
@@ -262,7 +269,8 @@ def train_step(setup: Setup, state: TrainState, frozen: Any, target_params: Any,
   A step whose loss or gradient is not finite, or that has nothing supervised, changes no parameter.
   """
   def mean_loss(params):
-    sums = batch_sums(setup, params, frozen, target_params, batch)
+    sums = batch_sums(
+        setup, params, frozen, target_params, batch, setup.options.sampled_vocab)
     # Weights of a block sum to less than one each: the guard is for a batch without any.
     return sums["loss"] / jnp.where(sums["weight"] > 0, sums["weight"], 1.0), sums
 
@@ -338,6 +346,7 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
   """Trains for the planned steps and writes the best drafter; returns counts for the manifest."""
   steps = planned_steps(cfg, target, module, packer, folder, began)
   setup, state = make_setup(cfg, target, module, steps)
+  programs = curriculum(setup, module)
   every = cfg.train.eval_every or max(1, steps // 10)
   own = OnPolicy(cfg, target, packer) if cfg.train.on_policy_fraction else None
   deadline = began + 1.15 * cfg.train.budget_s if cfg.train.budget_s else float("inf")
@@ -361,7 +370,8 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
         else:
           batch = ahead.batch(step)
         batch = with_features(batch, module.taps, target)
-        state, sums = train_step(setup, state, setup.frozen, target.params, batch)
+        state, sums = train_step(
+            programs.at(step, steps), state, setup.frozen, target.params, batch)
         step += 1
         note = None if last is None else log.step(*last, setup, packer)
         last = (step, sums)
@@ -422,14 +432,16 @@ def planned_steps(cfg, target, module, packer: Packer, folder: Path, began: floa
     except (ValueError, TypeError, KeyError):
       raise UserError(f"{path}: damaged; remove {folder} and run its stage again") from None
   setup, state = make_setup(cfg, target, module, 1000)
-  times = []
-  for step in range(_CALIBRATION):
-    clock = time.monotonic()
-    batch = with_features(packer.batch(step), module.taps, target)
-    state, sums = train_step(setup, state, setup.frozen, target.params, batch)
-    jax.block_until_ready(sums)
-    times.append(time.monotonic() - clock)
-  second = float(np.median(times[1:]))
+  second = 0.0
+  for share, part in curriculum(setup, module).parts():
+    times = []
+    for step in range(_CALIBRATION):
+      clock = time.monotonic()
+      batch = with_features(packer.batch(step), module.taps, target)
+      state, sums = train_step(part, state, setup.frozen, target.params, batch)
+      jax.block_until_ready(sums)
+      times.append(time.monotonic() - clock)
+    second += share * float(np.median(times[1:]))
   left = cfg.train.budget_s - (time.monotonic() - began)
   steps = max(_LEAST_STEPS, int(0.92 * left / second))
   manifest.write_json(path, {"steps": steps, "seconds_per_step": second})

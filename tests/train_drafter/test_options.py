@@ -168,3 +168,27 @@ def test_a_table_is_no_matrix_for_muon():
   table = np.abs(updates["table"])  # the first step of Adam: all entries are one size
   np.testing.assert_allclose(table, table[0, 0], rtol=1e-3)
   assert np.abs(updates["matrix"]).std() > 0.3 * np.abs(updates["matrix"]).mean()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_sampled_vocabulary_in_a_step(kind, target):
+  """With all ids it is the whole loss; with half of them the sums of many draws are near it."""
+  cfg, module, batch = reader(kind, target)
+  cfg.drafter.kind = kind
+  setup, state = train.make_setup(cfg, target, module, 20)
+  count = target.config.vocab_real if not hasattr(module, "draft_ids") else len(module.draft_ids)
+  sums = jax.jit(lambda step, size: train.batch_sums(
+      setup, state.params, setup.frozen, target.params, batch | {"step": step}, size),
+      static_argnums=1)
+  # Anchors are drawn anew each step, so whole and part are compared step by step.
+  whole, same = sums(0, 0), sums(0, count)
+  for name in ("loss", "alpha", "kept_mass", "greedy_match"):
+    np.testing.assert_allclose(same[name], whole[name], rtol=2e-5, err_msg=name)
+  kept = len(set(np.asarray(batch["tokens"]).ravel()) | set(np.asarray(batch["best"])))
+  size = (kept + count) // 2
+  assert kept < size < count
+  part = [(sums(step, size), sums(step, 0)) for step in range(40)]
+  for name in ("loss", "kept_mass", "alpha"):
+    found = sum(np.sum(a[name]) for a, _ in part)
+    expected = sum(np.sum(b[name]) for _, b in part)
+    assert abs(found / expected - 1) < 0.05, name

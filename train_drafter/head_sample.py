@@ -1,0 +1,65 @@
+"""A step that scores a part of the draft vocabulary: sampled softmax with importance weights.
+
+The ids of the batch are always there; of the others a random choice, each with the logarithm of its
+inverse chance added to the logits of both sides. Then every sum over the vocabulary (the student's
+normaliser, the teacher's mass, alpha) is an unbiased estimate of the whole sum, given the batch
+(Bengio and Senecal 2008; Jean et al. 2015, 1412.2007).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from spec_jax.models.decoder import Decoder
+
+
+def choose(
+    forced: Int[Array, " n"], size: int, count: int, key: Array,
+) -> tuple[Int[Array, " s"], Float[Array, " s"]]:
+  """`size` different places below `count`, ascending, and the logarithm of the inverse of the
+  chance of each: 0 for those that are forced.
+
+  Args:
+    forced: places that are wanted; those of `count` or more are ignored. Where there are more
+      than `size`, a random choice of them.
+    size: at most `count`.
+    count: of the whole vocabulary.
+    key: of the choice.
+  """
+  wanted = jnp.zeros(count, bool).at[forced].set(True, mode="drop")
+  order = jax.random.uniform(key, (count,)) + wanted
+  places = jnp.sort(jax.lax.top_k(order, size)[1])
+  kept = jnp.sum(wanted)
+  chance = (size - kept) / jnp.maximum(count - kept, 1)
+  offset = jnp.where(wanted[places], 0.0, -jnp.log(jnp.maximum(chance, 1e-9)))
+  return places, offset.astype(jnp.float32)
+
+
+def shrink(
+    module: Any, target: Decoder, batch: dict[str, Array], size: int, key: Array,
+) -> Float[Array, " s"]:
+  """Reduces the draft vocabulary of a module to `size` ids and returns what is added to logits.
+
+  Args:
+    module: the drafter of one step, changed in place.
+    target: lends the head.
+    batch: whose tokens and greedy choices are kept.
+    size: below the draft vocabulary's.
+    key: of the choice.
+  """
+  head = module.head_weight(target)
+  real = min(module.config.vocab_real, target.config.vocab_real)
+  known = hasattr(module, "draft_ids")
+  ids = module.draft_ids[...] if known else jnp.arange(real)
+  place = module.draft_place[...] if known else jnp.arange(target.config.vocab_size)
+  wanted = jnp.concatenate([batch["tokens"].reshape(-1), batch["best"]])
+  places, offset = choose(place[wanted], size, ids.shape[0], key)
+  kept = ids[places]
+  module.head = nnx.Variable(head[places])
+  module.draft_ids = nnx.Variable(kept)
+  module.draft_place = nnx.Variable(
+      jnp.full(place.shape, size, jnp.int32).at[kept].set(jnp.arange(size, dtype=jnp.int32)))
+  return offset
