@@ -78,8 +78,8 @@ def load_drafter(source: str, target: Target, dtype: str | None = None) -> Draft
     source: "ngram" (or "ngram:3-1": longest and shortest suffix), "lookup:SOURCE" (or
       "lookup:3-2:SOURCE": prompt lookup where it has a match, the drafter of SOURCE elsewhere),
       "self" (the target drafts for itself, a control), a folder that train_drafter wrote (its
-      work folder will do), a folder in the published form of EAGLE-3, DFlash or DSpark, or any
-      small Llama as `load_target` takes it.
+      work folder will do), a published folder of EAGLE-3, DFlash, DSpark or speculators (also
+      "hf:org/name"), or any small model of a known family as `load_target` takes it.
     target: the target it will draft for.
     dtype: compute dtype; the target's by default.
 
@@ -136,7 +136,7 @@ def source_hash(source: str) -> str:
     UserError: nothing is there.
   """
   folder = _folder_of(source)
-  files = [path for path in folder.glob("*") if path.suffix == ".safetensors"
+  files = [path for path in folder.glob("*") if path.suffix in (".safetensors", ".bin")
            or path.name in ("config.json", "drafter.json")] if folder.is_dir() else []
   return files_sha256(files) if files else open_checkpoint(source).weight_hash()
 

@@ -1,8 +1,9 @@
 """Learned drafters in the folders that servers load, both ways: EAGLE-3, DFlash and DSpark.
 
-A published folder holds config.json and model.safetensors (or shards with an index), and perhaps
-the tokenizer. `load_drafter` asks `is_published` and reads with `read_published`;
-`train_drafter/export.py` writes with `write_published`. FORMATS.md lists fields and tensors.
+A published folder holds config.json and model.safetensors (or shards with an index, or the
+pytorch_model.bin of old ones), and perhaps the tokenizer. `load_drafter` asks `is_published` and
+reads with `read_published`; `train_drafter/export.py` writes with `write_published`. FORMATS.md
+lists fields and tensors.
 
 published_config.py holds what config.json may say, forms.py where the forms of the servers differ,
 speculators.py the nested config.json of that package.
@@ -22,7 +23,7 @@ from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig
 from spec_jax.target import Target
 from spec_jax.tokenizer import Tokenizer, check_same_vocabulary
-from spec_jax.weights import forms, published_config, speculators
+from spec_jax.weights import forms, pickled, published_config, speculators
 from spec_jax.weights import safetensors as folders
 from spec_jax.weights.forms import Form
 from spec_jax.weights.names import HF_NAMES, check_tensors, stored_name
@@ -203,10 +204,8 @@ def _stored(module: nnx.Module, target: Target, keep: bool) -> dict[str, np.ndar
 
 def _load(folder: Path) -> dict[str, np.ndarray]:
   """Every tensor of a folder by stored name, as stored."""
-  if (folder / "pytorch_model.bin").is_file() and not any(folder.glob("*.safetensors")):
-    raise UserError(f"{folder} holds pytorch_model.bin, which is not read (a pickle may run "
-                    "anything): save it as model.safetensors with safetensors.torch.save_file("
-                    "torch.load(..., weights_only=True), ...)")
+  if (folder / pickled.FILE).is_file() and not any(folder.glob("*.safetensors*")):
+    return pickled.read(folder / pickled.FILE)
   where, stored = folders._find_tensors(folder), {}
   for path in sorted(set(where.values())):
     with safetensors.safe_open(path, framework="numpy") as file:

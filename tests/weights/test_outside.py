@@ -5,9 +5,13 @@ The tensors are those of test_published.py; no function of spec_jax.weights that
 
 import dataclasses
 import functools
+import io
 import json
+import pickle
+import zipfile
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -348,10 +352,85 @@ def test_a_mismatch_is_refused_with_both_values(tmp_path, writer, changes, match
     load(tmp_path / "d")
 
 
-def test_a_pickle_is_not_read(tmp_path):
+class Global:
+  """Stands for a name that a pickle asks for."""
+
+  def __init__(self, name):
+    self.name = name
+
+
+class Stored:
+  """A storage of an archive of torch, pickled by its key."""
+
+  def __init__(self, kind, key, size):
+    self.pid = ("storage", Global(f"torch {kind}"), key, "cpu", size)
+
+
+class Archive(pickle._Pickler):
+  """Writes data.pkl as torch does, protocol 2, without torch."""
+
+  def persistent_id(self, obj):
+    return obj.pid if isinstance(obj, Stored) else None
+
+  def save(self, obj, save_persistent_id=True):
+    if isinstance(obj, Global):
+      self.write(pickle.GLOBAL + obj.name.replace(" ", "\n").encode() + b"\n")
+    elif isinstance(obj, tuple) and obj and isinstance(obj[0], Global):  # (name, arguments): a call
+      self.save(obj[0])
+      self.save(obj[1])
+      self.write(pickle.REDUCE)
+    else:
+      super().save(obj, save_persistent_id)
+
+
+def archive(path, tensors, call="torch._utils _rebuild_tensor_v2"):
+  """tensors: name -> (storage type, array, offset, strides) with the array as it is stored."""
+  named = {
+      name: (Global(call), (Stored(kind, str(i), stored.size), offset, shape, strides, False, {}))
+      for i, (name, (kind, stored, offset, shape, strides)) in enumerate(tensors.items())}
+  out = io.BytesIO()
+  Archive(out, 2).dump(named)
+  with zipfile.ZipFile(path, "w") as file:
+    file.writestr("archive/data.pkl", out.getvalue())
+    file.writestr("archive/byteorder", b"little")
+    for i, (_, stored, *_) in enumerate(tensors.values()):
+      file.writestr(f"archive/data/{i}", np.ascontiguousarray(stored).tobytes())
+
+
+def test_a_folder_of_torch_is_read_without_torch(tmp_path):
+  """As SafeAILab publishes: pytorch_model.bin; one tensor is a transposed view."""
   folder = safeailab(tmp_path / "d")
-  (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-  with pytest.raises(UserError, match="holds pytorch_model.bin, which is not read"):
+  values = safetensors.numpy.load_file(folder / "model.safetensors")
+  (folder / "model.safetensors").unlink()
+  kinds = {"d2t": "LongStorage", "t2d": "BoolStorage", "norm.weight": "HalfStorage",
+           "fc.weight": "BFloat16Storage"}
+  low = {"HalfStorage": np.float16, "BFloat16Storage": ml_dtypes.bfloat16}
+  stored = {}
+  for name, value in values.items():
+    kind = kinds.get(name, "FloatStorage")
+    value = value.astype(low.get(kind, value.dtype))
+    strides = [s // value.itemsize for s in value.strides]
+    if name == "midlayer.self_attn.o_proj.weight":
+      stored[name] = kind, np.concatenate([[9, 9], value.T.reshape(-1)]).astype(np.float32), 2, \
+          value.shape, strides[::-1] if len(set(value.shape)) == 1 else [1, len(value)]
+    else:
+      stored[name] = kind, value, 0, value.shape, strides
+  archive(folder / "pytorch_model.bin", stored)
+  module, known = load(folder), build("eagle3")
+  for name, value in known.own_tensors().items():
+    near = 2**-7 if name in ("fc", "final_norm") else 0
+    np.testing.assert_allclose(module.own_tensors()[name], value, rtol=near, err_msg=name)
+  np.testing.assert_array_equal(module.draft_ids[...], REDUCED)
+  # A pickle may run anything; here it may not.
+  archive(folder / "pytorch_model.bin", stored, call="os system")
+  with pytest.raises(UserError, match="asks for os.system, which is not needed for tensors"):
+    load(folder)
+  kind, value, _, shape, strides = stored["fc.weight"]
+  archive(folder / "pytorch_model.bin", stored | {"fc.weight": (kind, value, 5, shape, strides)})
+  with pytest.raises(UserError, match="cannot be read as tensors: .* leaves its storage"):
+    load(folder)
+  (folder / "pytorch_model.bin").write_bytes(b"PK nothing")
+  with pytest.raises(UserError, match="pytorch_model.bin cannot be read as tensors"):
     load(folder)
 
 
