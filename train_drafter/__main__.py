@@ -153,11 +153,17 @@ def _reads_features(cfg: Any) -> bool:
 
 
 def _check_target(cfg: Any) -> None:
-  """Refuses a target that cannot be loaded, or has not the layers asked for, before any stage."""
+  """Refuses a target that cannot be loaded, or has not the layers asked for, and a drafter to start
+  from that does not match it, before any stage."""
   from spec_jax.weights import open_checkpoint
   from train_drafter.generate import check_layers
 
   check_layers(cfg, open_checkpoint(cfg.target.source).config)
+  if cfg.train.init_from:  # hours before it is needed
+    import spec_jax
+    from train_drafter.start import begin_with
+
+    begin_with(cfg, spec_jax.load_target(cfg.target.source, dtype=cfg.train.dtype))
 
 
 def _run_stage(stage: str, cfg: Any, options: Options) -> Path:

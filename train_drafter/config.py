@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from spec_jax import drafters
 from spec_jax.errors import UserError
 from spec_jax.verify import RULES
+from spec_jax.weights import forms
 
 
 @dataclass(slots=True)
@@ -122,6 +123,7 @@ class TrainConfig:
   validation: int = 32  # answers held out of training
   eval_every: int = 0  # steps; 0 for a tenth of the run
   keep: int = 2  # newest checkpoints that stay, besides the best
+  init_from: str = ""  # a drafter's folder to start from (drafter.* must describe it); "" for none
   seed: int = 0
   profile: bool = False
 
@@ -158,6 +160,9 @@ class ExportConfig:
   """What is written for other programs."""
 
   prompts: int = 4  # golden cases in acceptance.json
+  format: str = "hf"  # as its authors publish the kind; or what sglang, vllm or speculators read
+  target_name: str = ""  # how servers name the target, such as "org/name"; "" for target.source
+  license: str = ""  # of the drafter, for the model card; "" leaves it unstated
 
 
 @dataclass(slots=True)
@@ -206,7 +211,7 @@ _ONE_OF = {
     "train.optimizer": OPTIMIZERS,
     "train.position_weight": ("exp", "uniform", "dpace"),
     "features.mode": ("store", "online", "topk"),
-    "drafter.init": ("target", "random")}
+    "drafter.init": ("target", "random"), "export.format": forms.NAMES}
 _SHARES = {  # field -> zero allowed
     "prompts.max_dropped_share": True, "prompts.self_written_top_p": False,
     "generate.top_p": False, "train.on_policy_fraction": True, "train.ce_share": True,
@@ -288,6 +293,8 @@ def validate(cfg: Config) -> None:
                     "features.mode='topk': the store keeps probabilities at temperature 1")
   if not cfg.train.steps and not cfg.train.budget_s:
     raise UserError("train.steps=0 needs train.budget_s > 0: steps are measured to fit into it")
+  if cfg.export.format == "speculators" and cfg.drafter.kind == "small_lm":
+    raise UserError("export.format='speculators' holds no small_lm; hf, vllm and sglang do")
   template_args(cfg)
   try:
     drafters.parse_ngram(cfg.evaluate.ngram)

@@ -30,7 +30,7 @@ _SCORE_ROWS = 1024  # teacher states scored at once
 
 def prepare(
     answers: Sequence[Answer | StoredDocument], target: Target, cfg: Config, folder: Path,
-    upstream: Path | None = None,
+    upstream: Path | None = None, given: np.ndarray | None = None,
 ) -> tuple[list[Document], list[Document], dict[str, Any]]:
   """Documents with teacher statistics; chooses the draft vocabulary.
 
@@ -41,6 +41,8 @@ def prepare(
     folder: of the stage; gets the draft vocabulary.
     upstream: folder of the answers, which keeps the statistics for every run that learns from them
       (scoring takes as long as many steps); `folder` unless given.
+    given: [Vd] draft vocabulary that is not chosen but taken over, of the drafter that training
+      starts from.
 
   Returns:
     The documents to train on, the train.validation or a few more that are held out, and counts.
@@ -75,7 +77,9 @@ def prepare(
   for d in documents:
     np.add.at(counts, d.tokens[d.first + 1:], 1)
     np.add.at(counts, d.best, 1)
-  ids = choose_vocabulary(counts, cfg.drafter.draft_vocab, target.config)
+  ids = given
+  if ids is None:
+    ids = choose_vocabulary(counts, cfg.drafter.draft_vocab, target.config)
   coverage = 1.0
   if ids is not None:
     coverage = float(counts[ids].sum() / counts.sum())

@@ -1,11 +1,12 @@
 """The export stage: the trained drafter as a folder that servers load, and what it should accept.
 
-Reads `train/drafter` and the records of `evaluate/`; writes `export/drafter`. A small_lm becomes a
-stock small Llama (with a generation_config.json of assisted generation) for transformers, vLLM and
-SGLang; the others take the published form of their kind (`spec_jax/weights/published.py`). Beside
-the weights stands acceptance.json: golden prompts with the text of plain and of speculative
-decoding and the acceptance of the exported folder itself, so that a server that drafts differently
-is noticed.
+Reads `train/drafter`, the records and the report of `evaluate/`; writes `export/drafter`, or with
+another `export.format` than hf the folder of that name beside it. A small_lm becomes a stock small
+Llama (with a generation_config.json of assisted generation) for transformers, vLLM and SGLang; the
+others take a published form of their kind (`spec_jax/weights/forms.py`). Beside the weights stand
+acceptance.json, golden prompts with the text of plain and of speculative decoding and the
+acceptance of the exported folder itself, so that a server that drafts differently is noticed; and
+README.md, the model card. The command that serves the folder is printed.
 """
 
 import dataclasses
@@ -20,31 +21,35 @@ import spec_jax
 from spec_jax import drafters
 from spec_jax import records as metrics
 from spec_jax.drafters.head import LearnedDrafter
+from spec_jax.drafters.saved import own_ends
 from spec_jax.generate import encode_prompt
 from spec_jax.target import Target, canonical_tensors
+from spec_jax.weights import forms
+from spec_jax.weights.forms import Form
 from spec_jax.weights.published import write_published
 from spec_jax.weights.safetensors import write_folder
+from train_drafter import card, manifest, report
 from train_drafter import config as config_lib
-from train_drafter import manifest, report
 from train_drafter.config import Config
 from train_drafter.evaluate import evaluation_prompts, records_path
 from train_drafter.generate import target_id
+from train_drafter.serving import command
 
 STAGE = "export"
 ACCEPTANCE = "acceptance.json"
 _ALL_IDS = ("The exported drafter proposes from the whole vocabulary: the reduced draft vocabulary "
             "it was trained with does not travel. acceptance.reduced is the drafter with it")
-_VOCABULARY = {  # what becomes of a reduced draft vocabulary, by kind
-    "small_lm": _ALL_IDS, "dflash": _ALL_IDS, "dspark": _ALL_IDS,
-    "eagle3": ("The draft vocabulary travels as d2t and t2d. acceptance.reduced is the trained "
-               "drafter before the export")}
+_TRAVELS = ("The draft vocabulary travels as d2t and t2d. acceptance.reduced is the trained "
+            "drafter before the export")
+_OF_RUN = ("export.format", "export.license", "export.target_name")  # each format has its folder
 
 
 def run(cfg: Config, workdir: Path) -> Path:
-  """Writes `workdir`/export; reuses it when it is finished.
+  """Writes one format into `workdir`/export; reuses it when it is finished.
 
   Raises:
-    UserError: a stage before it has not run, or the folder belongs to another config.
+    UserError: a stage before it has not run, the folder belongs to another config, or the format
+      cannot hold the drafter.
   """
   workdir = Path(workdir)
   folder = workdir / STAGE
@@ -52,58 +57,70 @@ def run(cfg: Config, workdir: Path) -> Path:
   # The files hold float32: the weights as they were trained, the target's as they were stored.
   target = spec_jax.load_target(cfg.target.source, dtype="float32")
   opened = manifest.begin(
-      folder, stage=STAGE, config=config_lib.part(cfg, "export"), inputs=inputs,
+      folder, stage=STAGE, config=config_lib.part(cfg, "export", without=_OF_RUN), inputs=inputs,
       target=target_id(target))
-  out = folder / "drafter"
-  if opened.complete:
-    print(f"{STAGE}: {out}, reused")
+  form = Form(cfg.export.format, _target_name(cfg), cfg.evaluate.draft_len)
+  out = folder / ("drafter" if form.name == "hf" else form.name)
+  serve = command(cfg.drafter.kind, form.name, str(out), form.target, form.draft_len)
+  if opened.complete and (out / ACCEPTANCE).exists():
+    print(f"{STAGE}: {out}, reused\n{serve}")
     return folder
   trained = spec_jax.load_drafter(str(workdir / "train" / "drafter"), target, "float32").module
   facts = {"target": target.name, "target_weight_hash": target.weight_hash,
            "tokenizer_hash": target.tokenizer.hash(), "draft_len": cfg.evaluate.draft_len,
            "init_layers": list(cfg.drafter.init_layers), "train_hash": inputs["train"].hash}
-  write_drafter(out, trained, target, cfg.evaluate.draft_len, facts)
+  write_drafter(out, trained, target, form, facts)
   golden = golden_prompts(evaluation_prompts(cfg, workdir), cfg.export.prompts)
   content = measure(cfg, workdir, target, out, golden, facts)
+  card.write(out, cfg, workdir, trained, form.name, form.target, content["note"])
   manifest.write_json(out / ACCEPTANCE, content)
   counts = {"prompts": len(golden), "identical": content["identical"],
-            "tau": content["acceptance"]["exported"]["tau"]}
-  manifest.finish(folder, opened, counts, "drafter/*")
+            "tau": content["acceptance"]["exported"]["tau"],
+            "formats": sorted({*opened.counts.get("formats", ()), form.name})}
+  manifest.finish(folder, opened, counts, "*/*")
   print(f"{STAGE}: {out}, tau {counts['tau']:.2f} on {len(golden)} golden prompts, "
-        f"{counts['identical']} of them identical to plain decoding")
+        f"{counts['identical']} of them identical to plain decoding\n{serve}")
   return folder
 
 
+def _target_name(cfg: Config) -> str:
+  """How servers name the target."""
+  return cfg.export.target_name or cfg.target.source.removeprefix("hf:")
+
+
 def write_drafter(
-    path: Path, module: LearnedDrafter, target: Target, draft_len: int,
+    path: Path, module: LearnedDrafter, target: Target, form: Form,
     facts: dict[str, Any]) -> None:
-  """Writes the folder in the form of the drafter's kind.
+  """Writes the folder in a form of the drafter's kind.
 
   Args:
     path: the folder.
     module: the trained drafter.
     target: in float32.
-    draft_len: stated for assisted generation.
+    form: for whom; its draft length is stated for assisted generation.
     facts: kept in config.json under "spec_jax".
 
   Raises:
     UserError: the drafter has a setting that the form cannot state.
   """
   if module.kind == "small_lm":
-    _write_small(path, module, target, draft_len, facts)
+    forms.refuse(module, target, form.name)
+    _write_small(path, module, target, form.draft_len, facts)
   else:
-    write_published(path, module, target, extra_config={"spec_jax": facts})
+    write_published(path, module, target, extra_config={"spec_jax": facts}, form=form)
 
 
 def _write_small(path, module, target, draft_len, facts):
-  """A stock Llama: the drafter's layers with the target's embedding and head, all ids."""
-  lent = canonical_tensors(target)
-  tensors = drafters.own_tensors(module)
-  tensors |= {name: lent[name] for name in ("embed", "head") if name in lent}
-  # The vocabulary is the target's again; the rest describes the drafter.
-  config = dataclasses.replace(
-      module.config, vocab_size=target.config.vocab_size, vocab_real=target.config.vocab_real,
-      tie_embeddings=target.config.tie_embeddings)
+  """A stock small model: the drafter's layers with the target's embedding and head, all ids, unless
+  it has its own."""
+  tensors, config = drafters.own_tensors(module) | own_ends(module), module.config
+  if not module.own_head:
+    lent = canonical_tensors(target)
+    tensors |= {name: lent[name] for name in ("embed", "head") if name in lent}
+    # The vocabulary is the target's again; the rest describes the drafter.
+    config = dataclasses.replace(
+        config, vocab_size=target.config.vocab_size, vocab_real=target.config.vocab_real,
+        tie_embeddings=target.config.tie_embeddings)
   write_folder(
       path, config, {name: np.asarray(value, np.float32) for name, value in tensors.items()},
       target.tokenizer, extra_config={"spec_jax": facts})
@@ -142,12 +159,12 @@ def measure(
   group = lambda rows: {
       name: value for name, value in metrics.summarize(rows, options.draft_len).items()
       if name in ("prompts", "rounds", "tau", "acceptance_rate", "survival")}
+  fate = _TRAVELS if forms.keeps_vocabulary(drafter.kind, cfg.export.format) else _ALL_IDS
   return {
       **facts, "rule": "greedy", "temperature": 0.0, "dtype": target.dtype,
       "drafter_dtype": options.drafter_dtype, "max_new_tokens": options.max_new_tokens,
       "eos_ids": list(target.config.eos_ids),
-      "note": (f"plain: every draft refused in the same executable. {_VOCABULARY[drafter.kind]}, "
-               "on the same prompts."),
+      "note": f"plain: every draft refused in the same executable. {fate}, on the same prompts.",
       "identical": sum(a == b for a, b in zip(ours.tokens, plain.tokens, strict=True)),
       "acceptance": {"exported": group(ours.records),
                      "reduced": _reduced(

@@ -39,6 +39,7 @@ from train_drafter.generate import load_answers, target_id
 from train_drafter.metrics import MetricLog, Profile, means, quality
 from train_drafter.on_policy import OnPolicy
 from train_drafter.progress import Bar
+from train_drafter.start import begin_with, initial_drafter
 
 STAGE = "train"
 REPLAYED = 5  # K of the replayed tau of a validation
@@ -101,10 +102,10 @@ def run(cfg: Config, workdir: Path) -> Path:
   folder = workdir / STAGE
   source = {name: manifest.require(workdir / name, name, cfg) for name in sources(cfg)}
   target = spec_jax.load_target(cfg.target.source, dtype=cfg.train.dtype)
+  part = config_lib.part(cfg, "drafter", "train", without=("train.profile", "train.keep"))
+  warm = begin_with(cfg, target)
   opened = manifest.begin(
-      folder, stage=STAGE,
-      config=config_lib.part(cfg, "drafter", "train", without=("train.profile", "train.keep")),
-      inputs=source, target=target_id(target))
+      folder, stage=STAGE, config=part | warm.recorded(), inputs=source, target=target_id(target))
   if opened.complete:
     print(f"{STAGE}: {opened.counts['steps']} steps, reused")
     return folder
@@ -115,7 +116,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   else:
     answers = load_answers(workdir / "generate")
   kept, held, counts = prepare(
-      answers, target, cfg, folder, workdir / ("extract" if stored else "generate"))
+      answers, target, cfg, folder, workdir / ("extract" if stored else "generate"), warm.draft_ids)
   print(f"{STAGE}: {counts['documents']} answers, {counts['supervised']} supervised tokens "
         f"({counts['dropped']} answers with nothing to learn dropped), draft vocabulary covers "
         f"{counts['draft_vocab_coverage']:.2%}", flush=True)
@@ -132,16 +133,6 @@ def run(cfg: Config, workdir: Path) -> Path:
 def sources(cfg: Config) -> tuple[str, ...]:
   """The stages that training reads: the answers, and the features where the drafter reads some."""
   return ("generate",) if cfg.drafter.kind == "small_lm" else ("generate", "extract")
-
-
-def initial_drafter(
-    cfg: Config, target: Target, draft_ids: np.ndarray | None, dtype: str | None = None):
-  """The untrained drafter of a config (also evaluate's control)."""
-  d = cfg.drafter
-  return drafters.init_learned(
-      d.kind, target, tuple(d.init_layers), steps=d.steps, num_taps=d.num_taps,
-      block_size=d.block_size, anchors=d.anchors, mask_id=d.mask_id, rank=d.markov_rank,
-      draft_ids=draft_ids, dtype=dtype, seed=cfg.train.seed, random=d.init == "random")
 
 
 # One step.
@@ -197,7 +188,7 @@ def batch_sums(
   if sampled:
     offset = head_sample.shrink(module, target, batch, sampled, jax.random.fold_in(key, 1))
   ids = module.draft_ids[...] if hasattr(module, "draft_ids") else None
-  head = module.head_weight(target)  # frozen: also the teacher's
+  head = module.teacher_rows(target)
   following = jnp.roll(batch["tokens"].reshape(-1), -1)[batch["place"]]  # the data token
   place_of = lambda tokens: tokens if ids is None else module.draft_place[...][tokens]
   rows_of = {name: batch[name] for name in ("hidden", "logsumexp", "best")

@@ -7,7 +7,6 @@ is, and which target and tokenizer it belongs to) and `drafter.safetensors` (its
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,8 +14,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import safetensors
-import safetensors.numpy
 from flax import nnx
 from jaxtyping import Array
 
@@ -29,17 +26,22 @@ from spec_jax.drafters.eagle3 import Eagle3
 from spec_jax.drafters.head import LearnedDrafter
 from spec_jax.drafters.lookup import Lookup
 from spec_jax.drafters.ngram import NGram
+from spec_jax.drafters.saved import own_tensors, read_saved, save_drafter
 from spec_jax.drafters.small_lm import SmallLM
 from spec_jax.errors import UserError
-from spec_jax.models.config import DecoderConfig, RopeScaling
+from spec_jax.models.config import DecoderConfig
 from spec_jax.models.decoder import block_shapes, tensor_shapes
 from spec_jax.target import DTYPES, Target, canonical_tensors, default_mask_id
-from spec_jax.tokenizer import check_same_strings, check_same_vocabulary
+from spec_jax.tokenizer import check_same_vocabulary
 from spec_jax.weights import open_checkpoint, published
+from spec_jax.weights.resolve import files_sha256, resolve
+
+__all__ = ["DRAFTERS", "LEARNED", "Drafter", "build", "init_from_target", "init_learned",
+           "lend_head", "lent_head", "load_drafter", "own_tensors", "parse_ngram", "save_drafter",
+           "small_lm", "small_random", "source_hash", "wrap"]
 
 DRAFTERS = {"ngram": NGram, "lookup": Lookup, "small_lm": SmallLM, "eagle3": Eagle3,
             "dflash": DFlash, "dspark": DSpark}
-_VOCABULARY = "vocabulary.json"  # of a saved drafter: the tokens by id
 LEARNED = ("small_lm", "eagle3", "dflash", "dspark")
 
 
@@ -76,8 +78,8 @@ def load_drafter(source: str, target: Target, dtype: str | None = None) -> Draft
     source: "ngram" (or "ngram:3-1": longest and shortest suffix), "lookup:SOURCE" (or
       "lookup:3-2:SOURCE": prompt lookup where it has a match, the drafter of SOURCE elsewhere),
       "self" (the target drafts for itself, a control), a folder that train_drafter wrote (its
-      work folder will do), a folder in the published form of EAGLE-3, DFlash or DSpark, or any
-      small Llama as `load_target` takes it.
+      work folder will do), a published folder of EAGLE-3, DFlash, DSpark or speculators (also
+      "hf:org/name"), or any small model of a known family as `load_target` takes it.
     target: the target it will draft for.
     dtype: compute dtype; the target's by default.
 
@@ -95,14 +97,13 @@ def load_drafter(source: str, target: Target, dtype: str | None = None) -> Draft
     if dtype != target.dtype:
       raise UserError(f"drafter='self' has the target's dtype {target.dtype}, not {dtype}")
     return wrap("small_lm", "self", small_lm(target, canonical_tensors(target), target.config))
-  folder = Path(source).expanduser()
-  for place in (folder, folder / "drafter", folder / "train" / "drafter"):
-    if (place / "drafter.json").exists():
-      return _load_saved(place, target, dtype)
+  folder = _folder_of(source)
+  if (folder / "drafter.json").exists():
+    return _load_saved(folder, target, dtype)
   if published.is_published(folder):
     found = published.read_published(folder, target)
     module = build(found.kind, target, found.tensors, found.config, found.options, dtype=dtype,
-                   draft_ids=found.draft_ids, head=found.head)
+                   draft_ids=found.draft_ids, own={"head": found.head})
     return wrap(found.kind, source, module)
   if not folder.exists() and not source.startswith("hf:") and source != "demo":
     raise UserError(
@@ -117,6 +118,29 @@ def load_drafter(source: str, target: Target, dtype: str | None = None) -> Draft
   return wrap("small_lm", source, module)
 
 
+def _folder_of(source: str) -> Path:
+  """Where the files of a drafter lie: in the folder, or below it in a run's work folder."""
+  if source.startswith("hf:"):
+    return resolve(source).path
+  folder = Path(source).expanduser()
+  for place in (folder, folder / "drafter", folder / "train" / "drafter"):
+    if (place / "drafter.json").exists():
+      return place
+  return folder
+
+
+def source_hash(source: str) -> str:
+  """SHA-256 over the files that `load_drafter` reads of a source: weights and what describes them.
+
+  Raises:
+    UserError: nothing is there.
+  """
+  folder = _folder_of(source)
+  files = [path for path in folder.glob("*") if path.suffix in (".safetensors", ".bin")
+           or path.name in ("config.json", "drafter.json")] if folder.is_dir() else []
+  return files_sha256(files) if files else open_checkpoint(source).weight_hash()
+
+
 def small_lm(
     target: Target,
     tensors: Mapping[str, Array | np.ndarray],
@@ -124,7 +148,7 @@ def small_lm(
     *,
     dtype: str | None = None,
     draft_ids: np.ndarray | None = None,
-    own: dict[str, Array] | None = None,
+    own: Mapping[str, Array | np.ndarray | None] | None = None,
 ) -> SmallLM:
   """Builds a SmallLM from canonical tensors.
 
@@ -134,7 +158,8 @@ def small_lm(
     config: of the drafter.
     dtype: compute dtype, the target's by default.
     draft_ids: [Vd] reduced draft vocabulary: the head is then a copy of those rows.
-    own: the drafter's own "embed" and "head", when they are not the target's.
+    own: the drafter's own "embed" and "head", when they are not the target's. They stay as they
+      are in training: a tied pair would come apart.
   """
   kind = DTYPES[dtype or target.dtype]
   tensor = _checked(tensors, tensor_shapes(config), kind)
@@ -142,14 +167,24 @@ def small_lm(
     raise UserError(
         f"drafter hidden_size={config.hidden_size} differs from the target's "
         f"{target.config.hidden_size}: it cannot share its embedding")
-  own = {name: jnp.asarray(value, kind) for name, value in (own or {}).items()}
-  head = own.get("head")
-  if head is None:
-    head = lent_head(target, draft_ids, kind)
+  own = {name: jnp.asarray(value, kind) for name, value in (own or {}).items() if value is not None}
+  if "embed" in own:
+    own.setdefault("head", own["embed"])
   divisors = np.asarray(tensors["rope_freqs"]) if "rope_freqs" in tensors else None
-  return SmallLM(
-      config, tensor, embed=own.get("embed"), head=head, draft_ids=draft_ids,
-      rope_divisors=divisors)
+  module = SmallLM(config, tensor, embed=own.get("embed"), rope_divisors=divisors)
+  if "head" in own:
+    module.set_head(config, own["head"], draft_ids, own=True)
+  else:
+    module.set_head(config, lent_head(target, draft_ids, kind), draft_ids)
+  return module
+
+
+def lend_head(module: LearnedDrafter, target: Target) -> None:
+  """Gives a drafter without a head of its own the target's rows again, in the target's dtype."""
+  ids = module.draft_ids[...] if hasattr(module, "draft_ids") else None
+  if hasattr(module, "head"):
+    del module.head
+  module.set_head(module.config, lent_head(target, ids, DTYPES[target.dtype]), ids)
 
 
 def lent_head(target: Target, draft_ids: np.ndarray | None, dtype: Any) -> Array | None:
@@ -164,9 +199,9 @@ def lent_head(target: Target, draft_ids: np.ndarray | None, dtype: Any) -> Array
 def build(
     kind: str, target: Target, tensors: Mapping[str, Array | np.ndarray], config: DecoderConfig,
     options: Mapping[str, Any], *, dtype: str | None = None, draft_ids: np.ndarray | None = None,
-    head: np.ndarray | None = None,
+    own: Mapping[str, np.ndarray | None] | None = None,
 ) -> LearnedDrafter:
-  """Builds a learned drafter that borrows embedding and head from the target.
+  """Builds a learned drafter that borrows embedding and head from the target, but for its own.
 
   Args:
     kind: a name of LEARNED.
@@ -176,13 +211,13 @@ def build(
     options: as `LearnedDrafter.options` gave them.
     dtype: compute dtype, the target's by default.
     draft_ids: [Vd] reduced draft vocabulary.
-    head: [Vd, D] of its own; the target's rows by default.
+    own: "head" [Vd, D] of its own, which is trained; of a small_lm also "embed" (see `small_lm`).
 
   Raises:
     UserError: a tensor is missing or has another shape, by name.
   """
   if kind == "small_lm":
-    return small_lm(target, tensors, config, dtype=dtype, draft_ids=draft_ids)
+    return small_lm(target, tensors, config, dtype=dtype, draft_ids=draft_ids, own=own)
   low = DTYPES[dtype or target.dtype]
   settings = dict(options) | {"taps": tuple(options["taps"])}
   shapes = {"eagle3": eagle3_lib, "dflash": dflash_lib, "dspark": dflash_lib}[kind].tensor_shapes(
@@ -199,10 +234,18 @@ def build(
     raise UserError(f"drafter taps={settings['taps']}: the target has "
                     f"{target.config.num_layers} layers")
 
-  own = lent_head(target, draft_ids, low) if head is None else jnp.asarray(head, low)
-  return DRAFTERS[kind](
-      config, _checked(tensors, shapes, low), head=own, draft_ids=draft_ids,
+  tensors = dict(tensors)
+  if kind == "dspark" and "confidence" in tensors:  # written before it had a bias
+    short = shapes["confidence"][0] - tensors["confidence"].shape[0]
+    tensors["confidence"] = jnp.pad(jnp.asarray(tensors["confidence"]), (0, max(short, 0)))
+  head = (own or {}).get("head")
+  lent = lent_head(target, draft_ids, low) if head is None else None
+  module = DRAFTERS[kind](
+      config, _checked(tensors, shapes, low), head=lent, draft_ids=draft_ids,
       rope_divisors=divisors, **settings)
+  if head is not None:
+    module.set_head(config, jnp.asarray(head, low), draft_ids, own=True, trained=True)
+  return module
 
 
 def _checked(tensors, shapes, dtype) -> Callable[[str], Array]:
@@ -299,82 +342,12 @@ def init_from_target(
   return small_lm(target, tensors, config, dtype=dtype, draft_ids=draft_ids)
 
 
-def own_tensors(module: LearnedDrafter) -> dict[str, Array]:
-  """A drafter's own tensors by canonical name, "rope_freqs" where it has such a table."""
-  tensors = module.own_tensors()
-  if module.rope_divisors is not None:
-    tensors["rope_freqs"] = jnp.asarray(module.rope_divisors, jnp.float32)
-  return tensors
-
-
-def save_drafter(folder: Path, module: LearnedDrafter, target: Target, **extra: Any) -> None:
-  """Writes drafter.json and drafter.safetensors (float32), the json last.
-
-  Args:
-    folder: made if absent.
-    module: a drafter that shares the target's embedding and head.
-    target: whose hashes are recorded, so that loading with another one is refused.
-    **extra: further facts for the json.
-  """
-  folder.mkdir(parents=True, exist_ok=True)
-  tensors = {k: np.asarray(v, np.float32) for k, v in own_tensors(module).items()}
-  ids = getattr(module, "draft_ids", None)
-  if ids is not None:
-    tensors["draft_ids"] = np.asarray(ids[...], np.int32)
-  safetensors.numpy.save_file(tensors, str(folder / "drafter.safetensors"))
-  facts = {
-      "kind": module.kind, "options": module.options(),
-      "config": dataclasses.asdict(module.config),
-      "target": target.name, "target_weight_hash": target.weight_hash,
-      "tokenizer_hash": target.tokenizer.hash() if target.tokenizer else "", **extra}
-  if target.tokenizer:  # so that another tokenizer is refused by the first id that differs
-    text = json.dumps(list(target.tokenizer.token_strings()), ensure_ascii=False)
-    (folder / _VOCABULARY).write_text(text, encoding="utf-8")
-  part = folder / "drafter.json.part"
-  part.write_text(json.dumps(facts, indent=2) + "\n")
-  part.replace(folder / "drafter.json")
-
-
 def _load_saved(folder: Path, target: Target, dtype: str) -> Drafter:
-  facts, config = _read_facts(folder / "drafter.json")
-  if facts["kind"] not in LEARNED:
-    raise UserError(f"{folder / 'drafter.json'}: kind {facts['kind']!r} is not supported")
-  if target.tokenizer is not None and facts["tokenizer_hash"] != target.tokenizer.hash():
-    vocabulary = folder / _VOCABULARY
-    if vocabulary.exists():
-      check_same_strings(json.loads(vocabulary.read_text(encoding="utf-8")),
-                         target.tokenizer.token_strings())
-    raise UserError(f"{folder}: this drafter was made for another tokenizer than {target.name}'s")
-  if facts["target_weight_hash"] != target.weight_hash:
-    raise UserError(
-        f"{folder}: this drafter borrows embedding and head from {facts['target']}, "
-        f"whose weights differ from {target.name}'s")
-  path = folder / "drafter.safetensors"
-  try:
-    tensors = safetensors.numpy.load_file(str(path))
-  except (OSError, safetensors.SafetensorError) as error:
-    raise UserError(f"{path} cannot be read: {error}") from None
-  ids = tensors.pop("draft_ids", None)
-  module = build(facts["kind"], target, tensors, config, facts.get("options", {}), dtype=dtype,
-                 draft_ids=ids)
-  return wrap(facts["kind"], str(folder), module)
-
-
-def _read_facts(path: Path) -> tuple[dict[str, Any], DecoderConfig]:
-  try:
-    facts = json.loads(path.read_text(encoding="utf-8"))
-    for name in ("kind", "target", "target_weight_hash", "tokenizer_hash"):
-      facts[name]
-    fields = dict(facts["config"])
-    scaling = fields["rope_scaling"]
-    fields["rope_scaling"] = None if scaling is None else RopeScaling(**scaling)
-    # A folder of before there were local layers has no such field.
-    lists = {name: tuple(fields.get(name, ())) for name in ("eos_ids", "local_layers")}
-    return facts, DecoderConfig(**fields | lists)
-  except KeyError as error:
-    raise UserError(f"{path} has no field {error.args[0]!r}") from None
-  except (OSError, ValueError, TypeError) as error:
-    raise UserError(f"{path} cannot be read: {error}") from None
+  kind, tensors, config, options, ids, own = read_saved(folder, target)
+  if kind not in LEARNED:
+    raise UserError(f"{folder / 'drafter.json'}: kind {kind!r} is not supported")
+  return wrap(kind, str(folder), build(
+      kind, target, tensors, config, options, dtype=dtype, draft_ids=ids, own=own))
 
 
 def _lookup(source: str, target: Target, dtype: str) -> Drafter:

@@ -25,6 +25,7 @@ from spec_jax.models.decoder import (
   BLOCK_TENSORS,
   Decoder,
   block_shapes,
+  embed_rows,
   linear,
   rms_norm,
   rope_inverse_frequencies,
@@ -163,6 +164,7 @@ class DFlash(LearnedDrafter):
     block_size: slots of a block in training, the anchor's included.
     anchors: blocks trained per row and step.
     gamma: decay of the loss weights.
+    embed_scale: of the embedded slots; None for the target's.
     silent: slots at the front of a block that predict nothing.
   """
 
@@ -182,6 +184,7 @@ class DFlash(LearnedDrafter):
       rope_divisors: np.ndarray | None = None,
       anchors: int = 64,
       gamma: float | None = None,
+      embed_scale: float | None = None,
   ):
     """Builds the drafter from `tensor(canonical name)` (see `tensor_shapes`).
 
@@ -193,7 +196,7 @@ class DFlash(LearnedDrafter):
     if not 0 <= mask_id < config.vocab_size:
       raise UserError(f"mask_id={mask_id} is outside 0..{config.vocab_size - 1}")
     self.taps, self.mask_id, self.block_size = tuple(taps), mask_id, block_size
-    self.anchors = anchors
+    self.anchors, self.embed_scale = anchors, embed_scale
     self.gamma = default_gamma(block_size) if gamma is None else gamma
     self.fc = nnx.Param(tensor("fc"))
     self.hidden_norm = nnx.Param(tensor("hidden_norm"))
@@ -212,7 +215,8 @@ class DFlash(LearnedDrafter):
 
   def options(self) -> dict[str, Any]:
     """What the constructor needs besides config and tensors."""
-    return {"taps": list(self.taps), "mask_id": self.mask_id, "block_size": self.block_size}
+    rest = {} if self.embed_scale is None else {"embed_scale": self.embed_scale}
+    return {"taps": list(self.taps), "mask_id": self.mask_id, "block_size": self.block_size} | rest
 
   def own_tensors(self) -> dict[str, Array]:
     """The tensors by canonical name."""
@@ -249,7 +253,10 @@ class DFlash(LearnedDrafter):
     """
     B, A = anchor.shape
     masks = jnp.full((B, A, width - 1), self.mask_id, anchor.dtype)
-    x = target.embedded(jnp.concatenate([anchor[..., None], masks], -1)).astype(jnp.float32)
+    tokens = jnp.concatenate([anchor[..., None], masks], -1)
+    embedded = (target.embedded(tokens) if self.embed_scale is None else
+                embed_rows(target.embed[...], tokens, self.embed_scale))
+    x = embedded.astype(jnp.float32)
     slots = position[..., None] + jnp.arange(width)
     cos, sin = self._rope(slots.reshape(B, A * width))
     for layer, k, v in zip(self.layers, context.k, context.v, strict=True):

@@ -30,7 +30,7 @@ _SPREAD = 0.02  # of the untrained rows of markov_w1
 _TAIL = ("markov_w1", "markov_w2", "confidence")
 
 # Canonical name -> name in a published checkpoint. The published projection of the confidence head
-# is a matrix of one row.
+# is a matrix of one row, and its bias a tensor of its own.
 EXPORT_NAMES = dflash.EXPORT_NAMES | {
     "markov_w1": "markov_head.markov_w1.weight",
     "markov_w2": "markov_head.markov_w2.weight",
@@ -52,7 +52,7 @@ def tensor_shapes(
   return dflash.tensor_shapes(config, taps) | {
       "markov_w1": (config.vocab_size, rank),
       "markov_w2": (draft_vocab or config.vocab_size, rank),
-      "confidence": (config.hidden_size + rank,)}
+      "confidence": (config.hidden_size + rank + 1,)}
 
 
 class DSpark(DFlash):
@@ -61,8 +61,8 @@ class DSpark(DFlash):
   Attributes:
     markov_w1: [V, r] what the previous token says, by its id.
     markov_w2: [Vd, r] how that moves the logits.
-    confidence: [D + r] weights of the chance that a draft is accepted, for reports only: neither
-      what is drafted nor what is accepted depends on it.
+    confidence: [D + r + 1] weights of the chance that a draft is accepted, the bias last; for
+      reports only: neither what is drafted nor what is accepted depends on it.
   """
 
   kind = "dspark"
@@ -116,21 +116,22 @@ class DSpark(DFlash):
 
   def head_parameters(self) -> dict[str, Array]:
     """The trained arrays behind the states: of the logits and of the confidence."""
-    return {"markov_w2": self.markov_w2[...], "confidence": self.confidence[...]}
+    return super().head_parameters() | {
+        "markov_w2": self.markov_w2[...], "confidence": self.confidence[...]}
 
   def train_logits(
       self, hidden: Float[Array, "c E"], target: Decoder, trained: dict[str, Array],
   ) -> Float[Array, "c Vd"]:
     """Student logits of a chunk of states [h ; W1[x]], with the arrays of `head_parameters`."""
     D = self.config.hidden_size
-    return linear(hidden[:, :D], self.head_weight(target)) + linear(
+    return super().train_logits(hidden[:, :D], target, trained) + linear(
         hidden[:, D:], trained["markov_w2"])
 
   @staticmethod
   def confidence_logit(
-      hidden: Float[Array, "c E"], confidence: Float[Array, " E"]) -> Float[Array, " c"]:
+      hidden: Float[Array, "c E"], confidence: Float[Array, " E1"]) -> Float[Array, " c"]:
     """Logit of the chance that the draft of each state [h ; W1[x]] is accepted."""
-    return linear(hidden, confidence[None])[:, 0]
+    return linear(hidden, confidence[None, :-1])[:, 0] + confidence[-1]
 
 
 def init_tensors(

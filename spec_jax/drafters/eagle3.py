@@ -81,6 +81,8 @@ class Eagle3(LearnedDrafter):
   Attributes:
     taps: target layers whose outputs are the features.
     steps: J, draft steps that training simulates (training-time test).
+    norm_before_residual: the residual stream starts from the normed features, as some public
+      trainers have it; EAGLE-3's own starts from the un-normed ones.
   """
 
   kind = "eagle3"
@@ -92,12 +94,14 @@ class Eagle3(LearnedDrafter):
       *,
       taps: tuple[int, ...],
       steps: int = 7,
+      norm_before_residual: bool = False,
       head: Array | None = None,
       draft_ids: Array | np.ndarray | None = None,
       rope_divisors: np.ndarray | None = None,
   ):
     """Builds the drafter from `tensor(canonical name)` (see `tensor_shapes`)."""
     self.taps, self.steps = tuple(taps), steps
+    self.norm_before_residual = norm_before_residual
     for name in tensor_shapes(config, self.taps):
       setattr(self, name.removeprefix("layers.0."), nnx.Param(tensor(name)))
     self.inverse_frequencies = tuple(rope_inverse_frequencies(config, rope_divisors).tolist())
@@ -111,7 +115,8 @@ class Eagle3(LearnedDrafter):
 
   def options(self) -> dict[str, Any]:
     """What the constructor needs besides config and tensors."""
-    return {"taps": list(self.taps), "steps": self.steps}
+    rest = {"norm_before_residual": True} if self.norm_before_residual else {}
+    return {"taps": list(self.taps), "steps": self.steps} | rest
 
   def own_tensors(self) -> dict[str, Array]:
     """The tensors by canonical name."""
@@ -229,12 +234,16 @@ class Eagle3(LearnedDrafter):
     cos, sin = rope_tables(positions, self.inverse_frequencies, magnitude)
     dtype = self.wq[...].dtype
     heads = lambda w: linear(x, w).reshape(*x.shape[:2], -1, c.head_dim)
-    turned = lambda w: rotate(heads(w), cos, sin).astype(dtype)
-    return turned(self.wq[...]), turned(self.wk[...]), heads(self.wv[...]).astype(dtype)
+    q, k, v = (heads(w[...]) for w in (self.wq, self.wk, self.wv))
+    if c.qk_norm:
+      q, k = (rms_norm(y, w[...], c.rms_norm_eps) for y, w in ((q, self.q_norm), (k, self.k_norm)))
+    return *(rotate(y, cos, sin).astype(dtype) for y in (q, k)), v.astype(dtype)
 
   def _finish(self, fused, attended):
-    """The output of the layer: residual stream from the un-normed fused features on."""
+    """The output of the layer: residual stream from the fused features on."""
     c = self.config
+    if self.norm_before_residual:
+      fused = rms_norm(fused, self.hidden_norm[...], c.rms_norm_eps)
     x = fused.astype(jnp.float32) + linear(
         attended.reshape(*attended.shape[:2], -1), self.wo[...])
     h = rms_norm(x, self.mlp_norm[...], c.rms_norm_eps)

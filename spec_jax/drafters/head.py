@@ -24,6 +24,7 @@ class LearnedDrafter(nnx.Module):
     config: of its decoder layers; vocab_size and vocab_real are the target's.
     head: [Vd, D] own head or, with a reduced draft vocabulary, the target's rows `draft_ids`;
       absent when the target's whole head is read.
+    own_head: whether `head` is the drafter's own; a copy of the target's rows is not.
     draft_ids: [Vd] ids that the drafter can propose, absent for all of them.
     draft_place: [V] place of each id among them, Vd for the others.
   """
@@ -56,20 +57,20 @@ class LearnedDrafter(nnx.Module):
 
   def head_parameters(self) -> dict[str, Array]:
     """The trained arrays that `train_logits` reads, which get their gradient chunk by chunk."""
-    return {}
+    trained = isinstance(getattr(self, "head", None), nnx.Param)
+    return {"head": self.head[...]} if trained else {}
 
   def train_logits(
       self, hidden: Float[Array, "c E"], target: Decoder, trained: dict[str, Array],
   ) -> Float[Array, "c Vd"]:
     """Student logits of a chunk of states, with the arrays of `head_parameters`."""
-    del trained
-    return linear(hidden, self.head_weight(target))
+    return linear(hidden, trained["head"] if "head" in trained else self.head_weight(target))
 
   def set_head(
       self, config: DecoderConfig, head: Array | None, draft_ids: Array | np.ndarray | None,
-      trained: bool = False) -> None:
+      own: bool = False, trained: bool = False) -> None:
     """Stores the attributes above; `trained` makes the head a parameter."""
-    self.config = config
+    self.config, self.own_head = config, own
     if head is not None:
       self.head = nnx.Param(head) if trained else nnx.Variable(head)
     if draft_ids is not None:
@@ -85,6 +86,13 @@ class LearnedDrafter(nnx.Module):
   def head_weight(self, target: Decoder) -> Float[Array, "Vd D"]:
     """The rows that score the draft vocabulary."""
     return self.head[...] if hasattr(self, "head") else target.head_weight()
+
+  def teacher_rows(self, target: Decoder) -> Float[Array, "Vd D"]:
+    """The target's rows of the draft vocabulary, also beside a head of the drafter's own."""
+    if not self.own_head:
+      return self.head_weight(target)
+    rows = target.head_weight()
+    return rows[self.draft_ids[...]] if hasattr(self, "draft_ids") else rows
 
   def logits(self, hidden: Float[Array, "*n D"], target: Decoder) -> Float[Array, "*n Vd"]:
     """Float32 logits over the draft vocabulary; ids that do not exist are -inf."""

@@ -1,10 +1,12 @@
 """Learned drafters in the folders that servers load, both ways: EAGLE-3, DFlash and DSpark.
 
-A published folder holds config.json and model.safetensors (or shards with an index), and perhaps
-the tokenizer. `load_drafter` asks `is_published` and reads with `read_published`;
-`train_drafter/export.py` writes with `write_published`. FORMATS.md lists fields and tensors.
+A published folder holds config.json and model.safetensors (or shards with an index, or the
+pytorch_model.bin of old ones), and perhaps the tokenizer. `load_drafter` asks `is_published` and
+reads with `read_published`; `train_drafter/export.py` writes with `write_published`. FORMATS.md
+lists fields and tensors.
 
-published_config.py holds what config.json may say.
+published_config.py holds what config.json may say, forms.py where the forms of the servers differ,
+speculators.py the nested config.json of that package.
 """
 
 import dataclasses
@@ -21,8 +23,9 @@ from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig
 from spec_jax.target import Target
 from spec_jax.tokenizer import Tokenizer, check_same_vocabulary
-from spec_jax.weights import published_config
+from spec_jax.weights import forms, pickled, published_config, speculators
 from spec_jax.weights import safetensors as folders
+from spec_jax.weights.forms import Form
 from spec_jax.weights.names import HF_NAMES, check_tensors, stored_name
 from spec_jax.weights.published_config import FORMS
 
@@ -31,10 +34,16 @@ _EAGLE3_NAMES = {
     "final_norm": "norm.weight",
     "layers.{i}.hidden_norm": "midlayer.hidden_norm.weight",
     **{name: stored.replace("model.layers.{i}", "midlayer")
-       for name, stored in HF_NAMES["llama"].items() if name.startswith("layers.")},
+       for name, stored in HF_NAMES["qwen3"].items() if name.startswith("layers.")},
 }
 _TYPES = {"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"}
-_NEAR = 0.2  # relative distance up to which a copy of the target's embedding is a rounded one
+_BIAS = "confidence_head.proj.bias"
+_TRAINING = ("verifier_lm_head.weight", "verifier_norm.weight")  # of the target, kept for a loss
+_NEAR = 0.2  # relative distance up to which a tensor is a copy of the target's
+_ROUNDED = 0.01  # up to which nothing but rounding to half precision made the difference
+
+
+_HF = Form()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +54,7 @@ class Published:
     kind: eagle3, dflash or dspark.
     config: of its decoder layers; vocabulary and special ids are the target's.
     tensors: float32 by canonical name.
-    options: taps, and mask_id and block_size of the block drafters.
+    options: taps, and mask_id and block_size of the block drafters; what is not usual besides.
     draft_ids: [Vd] ids that it can propose, None for all of them.
     head: [Vd, D] its own scoring rows, None where they are the target's.
   """
@@ -73,8 +82,8 @@ def read_published(folder: str | Path, target: Target) -> Published:
   """Reads a published drafter for a target.
 
   The embedding, and the head of a block drafter, are the target's: public folders often hold frozen
-  copies, which are checked against it and not kept. An EAGLE-3 folder that names no layers was made
-  for the default ones.
+  copies, which are checked against it and not kept, but for a head that differs by more than
+  rounding. An EAGLE-3 folder that names no layers was made for the default ones.
 
   Args:
     folder: with config.json and the weights.
@@ -86,15 +95,19 @@ def read_published(folder: str | Path, target: Target) -> Published:
   folder = Path(folder)
   fields = folders._read_object(folder / "config.json")
   try:
+    if speculators.is_speculators(fields):
+      fields = speculators.flattened(fields)
     kind, config, options = published_config.described(fields, target)
   except UserError as error:
     raise UserError(f"{folder}: {error}") from None
   if target.tokenizer is not None and (folder / "tokenizer.json").is_file():
     check_same_vocabulary(Tokenizer.from_folder(folder), target.tokenizer)
-  stored = _load(folder)
+  stored = {name.removeprefix("model."): value for name, value in _load(folder).items()
+            if name not in _TRAINING}
   try:
     head, ids = _vocabulary(kind, fields, stored, target)
-    tensors = _canonical(kind, fields, stored, config, options["taps"])
+    width = 0 if ids is None else len(ids)
+    tensors = _canonical(kind, fields, stored, config, options["taps"], width)
   except UserError as error:
     raise UserError(f"{folder}: {error}") from None
   return Published(kind, config, tensors, options, ids, head)
@@ -102,17 +115,18 @@ def read_published(folder: str | Path, target: Target) -> Published:
 
 def write_published(
     folder: str | Path, module: nnx.Module, target: Target,
-    extra_config: Mapping[str, Any] | None = None) -> None:
-  """Writes a drafter in the published form of its kind: float32 weights, config, tokenizer.
+    extra_config: Mapping[str, Any] | None = None, form: Form = _HF) -> None:
+  """Writes a drafter in a published form of its kind: float32 weights, config, tokenizer.
 
-  The forms of the block drafters have no reduced vocabulary: such a folder proposes from all ids,
-  and those that the drafter could not propose have a zero row in markov_w2.
+  Where the form of a block drafter has no reduced vocabulary, the folder proposes from all ids, and
+  those that the drafter could not propose have a zero row in markov_w2.
 
   Args:
     folder: made when absent; config.json is written last.
     module: an Eagle3, DFlash or DSpark.
     target: that it drafts for.
     extra_config: further fields of config.json, of no effect on what is computed.
+    form: for whom.
 
   Raises:
     UserError: the kind has no such form, or a setting of the drafter no place in it; by name.
@@ -120,12 +134,15 @@ def write_published(
   folder, kind = Path(folder), module.kind
   if kind not in FORMS:
     raise UserError(f"drafter kind={kind!r} has no published form (only {', '.join(FORMS)})")
+  forms.refuse(module, target, form.name)
   config = module.config
   if module.rope_divisors is not None:
     divisors = np.asarray(module.rope_divisors)
     config = dataclasses.replace(config, rope_scaling=folders._scaling_of(divisors, config))
   fields = published_config.fields_of(module, config, target)
-  stored = _stored(module, target)
+  fields = forms.fields(fields, module, target, form)
+  stored = _stored(module, target, forms.keeps_vocabulary(kind, form.name))
+  stored = forms.tensors(stored, module, target, form)
   folder.mkdir(parents=True, exist_ok=True)
   safetensors.numpy.save_file(
       {name: np.ascontiguousarray(value) for name, value in stored.items()},
@@ -147,40 +164,48 @@ def _names(kind: str) -> dict[str, str]:
 
 
 def _shapes(
-    kind: str, config: DecoderConfig, taps: tuple[int, ...], rank: int,
+    kind: str, config: DecoderConfig, taps: tuple[int, ...], rank: int, width: int,
 ) -> dict[str, tuple[int, ...]]:
-  """Shape of every tensor in the file, by canonical name."""
+  """Shape of every tensor in the file, by canonical name; width: of a reduced vocabulary, or 0."""
   from spec_jax.drafters import dflash, dspark, eagle3
 
   if kind != "dspark":
     return {"eagle3": eagle3, "dflash": dflash}[kind].tensor_shapes(config, taps)
-  shapes = dspark.tensor_shapes(config, taps, rank)
-  return shapes | {"confidence": (1, *shapes["confidence"])}
+  shapes = dspark.tensor_shapes(config, taps, rank, width)
+  return shapes | {"confidence": (1, shapes["confidence"][0] - 1)}
 
 
-def _stored(module: nnx.Module, target: Target) -> dict[str, np.ndarray]:
-  """The tensors of the file by stored name."""
+def _stored(module: nnx.Module, target: Target, keep: bool) -> dict[str, np.ndarray]:
+  """The tensors of the file by stored name; `keep` a reduced vocabulary, or draft from all ids."""
   kind, V = module.kind, target.config.vocab_size
   tensors = {name: np.asarray(value, np.float32) for name, value in module.own_tensors().items()}
   reduced = hasattr(module, "draft_ids")
   ids = np.asarray(module.draft_ids[...], np.int64) if reduced else np.arange(V)
+  # Ascending, because trainers take the draft's columns of a target by the mask t2d.
+  order = np.argsort(ids)
+  bias = None
   if kind == "dspark":
-    tensors["confidence"] = tensors["confidence"][None]
-    rows = np.zeros((V, tensors["markov_w2"].shape[1]), np.float32)
-    rows[ids] = tensors["markov_w2"]
+    bias, tensors["confidence"] = tensors["confidence"][-1:], tensors["confidence"][None, :-1]
+    rows = tensors["markov_w2"][order]
+    if not keep:
+      rows = np.zeros((V, rows.shape[1]), np.float32)
+      rows[ids] = tensors["markov_w2"]
     tensors["markov_w2"] = rows
   stored = {stored_name(_names(kind), name): value for name, value in tensors.items()}
-  if kind == "eagle3":
+  if bias is not None:
+    stored[_BIAS] = bias
+  if kind == "eagle3" or keep and (reduced or module.own_head):
     head = np.asarray(module.head_weight(target.module), np.float32)
-    # Ascending, because trainers take the draft's columns of a target by the mask t2d.
-    order = np.argsort(ids)
-    stored |= {"lm_head.weight": head[order], "d2t": ids[order] - np.arange(len(ids)),
-               "t2d": np.isin(np.arange(V), ids)}
+    stored |= {"lm_head.weight": head[order]}
+  if kind == "eagle3" or keep and reduced:
+    stored |= {"d2t": ids[order] - np.arange(len(ids)), "t2d": np.isin(np.arange(V), ids)}
   return stored
 
 
 def _load(folder: Path) -> dict[str, np.ndarray]:
   """Every tensor of a folder by stored name, as stored."""
+  if (folder / pickled.FILE).is_file() and not any(folder.glob("*.safetensors*")):
+    return pickled.read(folder / pickled.FILE)
   where, stored = folders._find_tensors(folder), {}
   for path in sorted(set(where.values())):
     with safetensors.safe_open(path, framework="numpy") as file:
@@ -197,24 +222,24 @@ def _load(folder: Path) -> dict[str, np.ndarray]:
 
 def _canonical(
     kind: str, fields: Mapping[str, Any], stored: dict[str, np.ndarray], config: DecoderConfig,
-    taps: tuple[int, ...]) -> dict[str, np.ndarray]:
+    taps: tuple[int, ...], width: int) -> dict[str, np.ndarray]:
   """The drafter's own tensors, float32 by canonical name; `stored` holds no others."""
   names = _names(kind)
   if kind == "eagle3":  # servers rename the layer
     stored = {name.replace("layers.0.", "midlayer."): value for name, value in stored.items()}
-  bias = stored.pop("confidence_head.proj.bias", None) if kind == "dspark" else None
-  if bias is not None and np.any(bias):
-    raise UserError(f"tensor confidence_head.proj.bias={bias.tolist()} is not supported (only 0)")
+  bias = stored.pop(_BIAS, np.zeros(1)) if kind == "dspark" else np.zeros(1)
+  if bias.shape != (1,):
+    raise UserError(f"tensor {_BIAS} has shape {list(bias.shape)}, not [1]")
   rank = 0
   if kind == "dspark":
     stated = published_config.method_of(fields).get("markov_rank")
     rank = published_config.whole("markov_rank", stated)
-  shapes = _shapes(kind, config, taps, rank)
+  shapes = _shapes(kind, config, taps, rank, width)
   check_tensors(shapes, {name: value.shape for name, value in stored.items()}, names,
                 "model.safetensors")
   tensors = {name: stored[stored_name(names, name)].astype(np.float32) for name in shapes}
   if kind == "dspark":
-    tensors["confidence"] = tensors["confidence"][0]
+    tensors["confidence"] = np.append(tensors["confidence"][0], bias.astype(np.float32))
   return tensors
 
 
@@ -230,13 +255,14 @@ def _vocabulary(
   if embed is not None:
     _check_copy("embed_tokens.weight", embed, target.module.embed[...])
   rows = target.module.head_weight()
-  if kind != "eagle3":
-    if head is not None:
-      _check_copy("lm_head.weight", head, rows)
-    return None, None
   V, D = rows.shape
   size = fields.get("draft_vocab_size")
   size = V if size is None else published_config.whole("draft_vocab_size", size)
+  if kind != "eagle3" and size == V:
+    far = 0.0 if head is None else _check_copy("lm_head.weight", head, rows)
+    return (head.astype(np.float32) if far > _ROUNDED else None), None
+  if head is None and size == V and "d2t" not in stored:  # servers take the target's as well
+    return None, None
   if head is None:
     raise UserError("has no tensor lm_head.weight")
   if head.shape != (size, D):
@@ -268,8 +294,9 @@ def _draft_ids(size: int, vocab_size: int, stored: dict[str, np.ndarray]) -> np.
   return None if not offsets.any() and size == vocab_size else ids.astype(np.int32)
 
 
-def _check_copy(name: str, copy: np.ndarray, original: Any) -> None:
-  """A frozen copy of a tensor of the target may be rounded, or the target's be, but no other."""
+def _check_copy(name: str, copy: np.ndarray, original: Any) -> float:
+  """A copy of a tensor of the target may be rounded, or the target's be, or trained a little, but
+  no other; gives how far it is, relative to the target's."""
   if copy.shape != original.shape:
     raise UserError(f"tensor {name} has shape {list(copy.shape)}, the target's "
                     f"{list(original.shape)}")
@@ -278,3 +305,4 @@ def _check_copy(name: str, copy: np.ndarray, original: Any) -> None:
   if not far <= _NEAR:
     raise UserError(f"tensor {name} is not the target's, which the drafter would read instead: "
                     f"they differ by {far:.0%}")
+  return far

@@ -15,19 +15,23 @@ from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig
 from spec_jax.target import Target
 
-# Kind -> architectures and model_type of its config.json; the first architecture is written. Early
-# EAGLE-3 folders say LlamaForCausalLM and are known by their draft_vocab_size.
+# Kind -> architectures and model_types of its config.json; the first of each is written. Early
+# EAGLE-3 folders say LlamaForCausalLM and are known by their draft_vocab_size; a layer of qwen3 has
+# norms of queries and keys.
 FORMS = {
-    "eagle3": (("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"), "llama"),
-    "dflash": (("DFlashDraftModel",), "qwen3"),
-    "dspark": (("DFlashDraftModel", "DSparkDraftModel"), "qwen3"),
+    "eagle3": (("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM",
+                "Eagle3Qwen3ForCausalLM"), ("llama", "qwen3")),
+    "dflash": (("DFlashDraftModel",), ("qwen3",)),
+    "dspark": (("DFlashDraftModel", "DSparkDraftModel", "Qwen3DSparkModel"), ("qwen3",)),
 }
 _AUX = "eagle_aux_hidden_state_layer_ids"
-SIGNS = ("eagle_config", "dflash_config", "draft_vocab_size", _AUX)
+_SPECULATORS_AUX = "aux_hidden_state_layer_ids"
+SIGNS = ("eagle_config", "dflash_config", "draft_vocab_size", _AUX, "speculators_model_type")
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
           "num_attention_heads", "max_position_embeddings")
 _READ = {
-    *_SIZES, "architectures", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta",
+    *_SIZES, "architectures", "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps",
+    "rope_theta",
     "rope_scaling", "rope_parameters", "partial_rotary_factor", "hidden_act", "attention_bias",
     "mlp_bias", "quantization_config", "layer_types", "sliding_window", "draft_vocab_size",
     "target_hidden_size", "num_target_layers"}
@@ -36,17 +40,18 @@ _INERT = {
     "initializer_range", "max_window_layers", "pad_token_id", "spec_jax", "torch_dtype",
     "transformers_version", "use_cache"}
 _METHOD = ("block_size", "mask_token_id", "target_layer_ids")  # of the block drafters
+_DSPARK_METHOD = ("markov_rank", "markov_head_type", "enable_confidence_head",
+                  "confidence_head_with_markov")
 _ROPE = {"rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "rope_theta",
          "original_max_position_embeddings", "partial_rotary_factor", "beta_fast", "beta_slow",
          "attention_factor", "mscale", "mscale_all_dim", "truncate"}
 # Switches of public trainers and servers -> the one value that is computed here.
 _ONLY = {"use_sliding_window": False, "pretraining_tp": 1}
 _EAGLE3_ONLY = _ONLY | {
-    "num_hidden_layers": 1, "tie_word_embeddings": False, "norm_before_residual": False,
+    "num_hidden_layers": 1, "tie_word_embeddings": False,
     "norm_before_fc": False, "fc_norm": False, "norm_output": False, "parallel_drafting": False}
 _BLOCK_ONLY = _ONLY | {"is_causal": False}
-_METHOD_ONLY = {"attention_mode": "gqa", "input_embedding_scale": 1.0, "output_multiplier": 1.0,
-                "final_logit_softcapping": 0.0}
+_METHOD_ONLY = {"attention_mode": "gqa", "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
 _DSPARK_HEADS = {
     "projector_type": "dspark", "markov_head_type": "vanilla", "enable_confidence_head": True,
     "confidence_head_with_markov": True}
@@ -56,7 +61,8 @@ _BORROWED = ("vocab_real", "bos_id", "eos_ids", "pad_id", "tie_embeddings")
 
 
 # Layer numbering. Here and in the files of SGLang and DFlash, i is the output of layer i, from 0;
-# in the field that vLLM reads, j is the output of layer j - 1. No other place converts.
+# in the fields that vLLM and speculators read, j is the output of layer j - 1. No other place
+# converts.
 
 
 def _tap_fields(kind: str, taps: Sequence[int]) -> dict[str, Any]:
@@ -65,6 +71,11 @@ def _tap_fields(kind: str, taps: Sequence[int]) -> dict[str, Any]:
     return {"target_layer_ids": list(taps)}
   return {"eagle_config": {_AUX: list(taps), "use_aux_hidden_state": True},
           _AUX: [i + 1 for i in taps]}
+
+
+def speculators_taps(kind: str, taps: Sequence[int]) -> dict[str, Any]:
+  """Where the tapped layers stand in config.json of speculators."""
+  return {_AUX if kind == "eagle3" else _SPECULATORS_AUX: [i + 1 for i in taps]}
 
 
 def _taps(kind: str, fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -76,14 +87,17 @@ def _taps(kind: str, fields: Mapping[str, Any], num_layers: int) -> tuple[int, .
     taps, after = _section(fields, "eagle_config").get(_AUX), fields.get(_AUX)
     if after is not None:
       before = [j - 1 for j in _wholes(name, after)]
-      if taps is not None and taps != before:
+      if taps and taps != before:
         raise UserError(f"eagle_config.{_AUX}={taps} and {_AUX}={after} disagree: the second must "
                         "count one more")
       taps = before
-    taps = list(eagle3_taps(num_layers)) if taps is None else taps
+    taps = taps or list(eagle3_taps(num_layers))
+  elif (after := fields.get(_SPECULATORS_AUX)) is not None:
+    taps = [j - 1 for j in _wholes(_SPECULATORS_AUX, after)]
   else:
     taps = method_of(fields).get(name)
-  taps = _wholes(name, taps)
+  if not isinstance(taps, list) or not all(type(i) is int for i in taps):
+    raise UserError(f"config.json field {name}={taps!r} must be a list of layers")
   # The decoder returns them in this order and each once, whatever it is asked.
   if not taps or taps != sorted(set(taps)):
     raise UserError(f"{name}: layers {taps} must be given and ascend")
@@ -97,7 +111,7 @@ def _taps(kind: str, fields: Mapping[str, Any], num_layers: int) -> tuple[int, .
 
 
 def fields_of(module: nnx.Module, config: DecoderConfig, target: Target) -> dict[str, Any]:
-  """config.json of a drafter.
+  """config.json of a drafter, as forms.py takes it on.
 
   Raises:
     UserError: reading it would not give the same drafter; names what has no place in the form.
@@ -105,17 +119,23 @@ def fields_of(module: nnx.Module, config: DecoderConfig, target: Target) -> dict
   kind, theirs = module.kind, target.config
   lent = {name: getattr(theirs, name) for name in _BORROWED}
   fields = dataclasses.replace(config, **lent | {"tie_embeddings": False}).to_hf()
-  architectures, model_type = FORMS[kind]
-  fields |= {"architectures": [architectures[0]], "model_type": model_type,
-             "torch_dtype": "float32"}
+  architectures, model_types = FORMS[kind]
+  qwen = kind == "eagle3" and config.qk_norm
+  fields |= {"architectures": [architectures[-1 if qwen else 0]],
+             "model_type": model_types[-1 if qwen else 0], "torch_dtype": "float32"}
   if config.partial_rotary_factor == 1:  # stock configs lack the field
     del fields["partial_rotary_factor"]
   if kind == "eagle3":
     reduced = hasattr(module, "draft_ids")
     fields["draft_vocab_size"] = len(module.draft_ids[...]) if reduced else theirs.vocab_size
     fields |= _tap_fields(kind, module.taps)
+    if module.norm_before_residual:
+      fields["norm_before_residual"] = True
   else:
     method = {"mask_token_id": module.mask_id} | _tap_fields(kind, module.taps)
+    scale = theirs.embed_scale if module.embed_scale is None else module.embed_scale
+    if scale != 1:  # readers of the form take the raw rows of the embedding
+      method["input_embedding_scale"] = scale
     if kind == "dspark":
       method |= _DSPARK_HEADS | {"markov_rank": module.markov_w1[...].shape[1]}
     del fields["mlp_bias"]
@@ -138,8 +158,17 @@ def described(
   _check_fields(kind, fields)
   config = _decoder_config(fields, target)
   options: dict[str, Any] = {"taps": _taps(kind, fields, target.config.num_layers)}
-  if kind != "eagle3":
+  if kind == "eagle3":
+    normed = fields.get("norm_before_residual") or False
+    if not isinstance(normed, bool):
+      raise UserError(f"config.json field norm_before_residual={normed!r} must be true or false")
+    options |= {"norm_before_residual": True} if normed else {}
+  else:
     method = method_of(fields)
+    scale = method.get("input_embedding_scale", 1.0)
+    if not isinstance(scale, int | float) or isinstance(scale, bool) or not scale > 0:
+      raise UserError(f"config.json field input_embedding_scale={scale!r} must be a number above 0")
+    options |= {} if scale == target.config.embed_scale else {"embed_scale": float(scale)}
     options |= {"mask_id": whole("mask_token_id", method.get("mask_token_id")),
                 "block_size": whole("block_size", method.get("block_size"))}
   return kind, config, options
@@ -162,7 +191,7 @@ def method_of(fields: Mapping[str, Any]) -> dict[str, Any]:
   """dflash_config, with what some folders state at the top level instead."""
   stated = _section(fields, "dflash_config")
   method = {name: value for name, value in stated.items() if value is not None}
-  for name in (name for name in _METHOD if fields.get(name) is not None):
+  for name in (n for n in (*_METHOD, *_DSPARK_METHOD) if fields.get(n) is not None):
     if method.setdefault(name, fields[name]) != fields[name]:
       raise UserError(f"dflash_config.{name}={method[name]!r} and {name}={fields[name]!r} disagree")
   return method
@@ -173,6 +202,8 @@ def _kind(fields: Mapping[str, Any]) -> str:
   if name in FORMS["eagle3"][0]:
     return "eagle3"
   projector = _section(fields, "dflash_config").get("projector_type")
+  if name == "Qwen3DSparkModel" and projector is None:  # the method at the top level
+    return "dspark"
   kind = {None: "dflash", "dspark": "dspark"}.get(projector)
   if name not in FORMS["dspark"][0]:
     known = dict.fromkeys(n for names, _ in FORMS.values() for n in names)
@@ -188,20 +219,21 @@ def _check_fields(kind: str, fields: Mapping[str, Any]) -> None:
   """Every field is known, and says what is computed here."""
   for name in _SIZES:
     whole(name, fields.get(name), 1)
+  known = FORMS[kind][1]
+  if fields.get("model_type") not in (None, *known):
+    raise UserError(f"config.json field model_type={fields['model_type']!r} is not supported (only "
+                    f"{' or '.join(map(repr, known))})")
   if kind == "eagle3":
-    _closed("", fields, {*_READ, _AUX, "eagle_config"},
-            _EAGLE3_ONLY | {"model_type": FORMS[kind][1]})
+    _closed("", fields, {*_READ, _AUX, "eagle_config", "norm_before_residual"}, _EAGLE3_ONLY)
     _closed("eagle_config.", _section(fields, "eagle_config"), {_AUX},
             {"use_aux_hidden_state": True})
   else:
-    _closed("", fields, {*_READ, *_METHOD, "dflash_config", "tie_word_embeddings"},
-            _BLOCK_ONLY | {"model_type": FORMS[kind][1]})
+    own = {"markov_rank", "confidence_head_alpha", "num_anchors"} if kind == "dspark" else set()
+    heads = _DSPARK_HEADS if kind == "dspark" else {}
+    _closed("", fields, {*_READ, *_METHOD, *own, "dflash_config", "tie_word_embeddings",
+                         _SPECULATORS_AUX}, _BLOCK_ONLY | heads)
     _closed("dflash_config.", _section(fields, "dflash_config"),
-            {*_METHOD, "markov_rank", "confidence_head_alpha", "num_anchors"},
-            _METHOD_ONLY | _DSPARK_HEADS if kind == "dspark" else _METHOD_ONLY)
-    if fields.get("draft_vocab_size") not in (None, fields.get("vocab_size")):
-      raise UserError(f"draft_vocab_size={fields['draft_vocab_size']!r} differs from vocab_size="
-                      f"{fields.get('vocab_size')!r}: the form of {kind} has no reduced vocabulary")
+            {*_METHOD, *own, "input_embedding_scale"}, _METHOD_ONLY | heads)
   for name in ("rope_parameters", "rope_scaling"):
     _closed(f"{name}.", _section(fields, name), _ROPE, {})
   one, two = (_section(fields, name) for name in ("rope_parameters", "rope_scaling"))
@@ -238,7 +270,10 @@ def _decoder_config(fields: Mapping[str, Any], target: Target) -> DecoderConfig:
     if fields.get(name, value) not in (None, value):
       raise UserError(f"{name}={fields[name]!r} is not the target's {value}")
   config = DecoderConfig.from_hf({**fields, "architectures": ["LlamaForCausalLM"]})
-  return dataclasses.replace(config, **{name: getattr(theirs, name) for name in _BORROWED})
+  # The layers of a block drafter have these norms always, whatever the target has.
+  qwen = _kind(fields) == "eagle3" and fields.get("model_type") == "qwen3"
+  return dataclasses.replace(
+      config, qk_norm=qwen, **{name: getattr(theirs, name) for name in _BORROWED})
 
 
 def whole(name: str, value: Any, least: int = 0) -> int:

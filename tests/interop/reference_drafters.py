@@ -4,13 +4,15 @@ Runs in the second environment (`make interop`), where this package is not insta
 
     python tests/interop/reference_drafters.py OUTDIR    writes OUTDIR/drafters.npz, OUTDIR/peers/
     python tests/interop/reference_drafters.py --read TARGET FOLDERS OUT
+    python tests/interop/reference_drafters.py --speculators TARGET FOLDERS OUT
 
 The first makes random draft models of those packages beside a tiny random target, writes them as
 published folders (peers/target, peers/dflash, peers/eagle3, peers/dspark), and stores what the
 packages compute with them. The second computes the same arrays with drafters that a test wrote in
 those forms, read by the packages themselves as far as they can: dflash by dflash and by the
 converter of speculators, eagle3 by its converter, dspark, for which neither has one, tensor by
-tensor.
+tensor. The third takes folders in the form of speculators, each by the package's own class and
+`from_pretrained` (FOLDERS/dflash in the form of dflash besides).
 """
 
 import json
@@ -144,9 +146,7 @@ def make_dspark(target):
   model = DSparkDraftModel(DSparkSpeculatorConfig(
       transformer_layer_config=layers, draft_vocab_size=V, block_size=BLOCK, mask_token_id=V - 2,
       aux_hidden_state_layer_ids=[1, 4, 7], markov_rank=RANK))
-  randomise(model, 2)
-  model.confidence_head.proj.bias.data.zero_()  # the paper's has none, and neither has ours
-  return model
+  return randomise(model, 2)
 
 
 def make_eagle3(target, folder):
@@ -232,6 +232,17 @@ def converted(folder, kind, target, target_folder, scratch):
   return read
 
 
+def own(folder, kind):
+  """A folder in the form of speculators by its own class, which takes the rest from the target that
+  the folder names."""
+  form, model = {"dflash": (DFlashSpeculatorConfig, DFlashDraftModel),
+                 "dspark": (DSparkSpeculatorConfig, DSparkDraftModel),
+                 "eagle3": (Eagle3SpeculatorConfig, Eagle3DraftModel)}[kind]
+  config = form.from_pretrained(str(folder))
+  config.transformer_layer_config._attn_implementation = "eager"
+  return model.from_pretrained(str(folder), config=config, dtype=torch.float32).eval()
+
+
 def read_dspark(folder):
   """Tensor by tensor."""
   fields = json.loads((folder / "config.json").read_text())
@@ -250,9 +261,7 @@ def read_dspark(folder):
   left, unknown = model.load_state_dict(
       safetensors.torch.load_file(folder / "model.safetensors"), strict=False)
   assert not unknown
-  assert all(n.startswith(("embed", "lm_head", "verifier", "confidence_head.proj.bias"))
-             for n in left), left
-  model.confidence_head.proj.bias.data.zero_()
+  assert all(n.startswith(("embed", "lm_head", "verifier")) for n in left), left
   return model.eval()
 
 
@@ -462,17 +471,22 @@ def main():
   transformers.utils.logging.disable_progress_bar()
   torch.set_num_threads(2)
   warnings.filterwarnings("ignore", "--target-layer-ids")  # the defaults are what is asked for
-  if sys.argv[1] == "--read":
+  if sys.argv[1] in ("--read", "--speculators"):
     target_folder, folders, out = map(Path, sys.argv[2:])
     target = transformers.AutoModelForCausalLM.from_pretrained(
         target_folder, dtype=torch.float32).eval()
     dflash_model = dflash.model.DFlashDraftModel.from_pretrained(
         folders / "dflash", dtype=torch.float32).eval()
-    with tempfile.TemporaryDirectory() as scratch:
-      block_model, eagle3 = (
-          converted(folders / kind, kind, target, target_folder, Path(scratch))
-          for kind in ("dflash", "eagle3"))
-    dspark = borrow(read_dspark(folders / "dspark"), target)
+    if sys.argv[1] == "--speculators":
+      loguru.logger.remove()
+      block_model, eagle3, dspark = (
+          own(folders / f"speculators-{kind}", kind) for kind in ("dflash", "eagle3", "dspark"))
+    else:
+      with tempfile.TemporaryDirectory() as scratch:
+        block_model, eagle3 = (
+            converted(folders / kind, kind, target, target_folder, Path(scratch))
+            for kind in ("dflash", "eagle3"))
+      dspark = borrow(read_dspark(folders / "dspark"), target)
     np.savez(out, **arrays_of(target, dflash_model, block_model, dspark, eagle3))
     return
   out = Path(sys.argv[1])

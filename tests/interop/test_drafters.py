@@ -1,7 +1,8 @@
 """The learned drafters against the packages dflash and speculators, at equal random weights.
 
-The arrays are those of reference_drafters.py. Every comparison is made twice: with folders that the
-packages' models were written to, and with folders of ours that the packages read.
+The arrays are those of reference_drafters.py. Every comparison is made three times: with folders
+that the packages' models were written to, with folders of ours that the packages read or convert,
+and with folders of ours in the form of speculators, read by its own classes.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from spec_jax.sampling import Sampling
 from spec_jax.target import Target
 from spec_jax.types import Context
 from spec_jax.weights import published
+from spec_jax.weights.forms import Form
 
 pytestmark = pytest.mark.interop
 TOLERANCE = 1e-4
@@ -81,22 +83,29 @@ def target(reference):
   return spec_jax.load_target(str(reference["folder"] / "target"))
 
 
-@pytest.fixture(scope="module", params=["theirs", "ours"])
+@pytest.fixture(scope="module", params=["theirs", "ours", "speculators"])
 def case(request, reference, target, tmp_path_factory):
   folder, arrays = reference["folder"], reference
   load = lambda kind: drafters.load_drafter(str(folder / kind), target).module
-  if request.param == "ours":
-    first, folder = {kind: load(kind) for kind in KINDS}, tmp_path_factory.mktemp("ours")
+  if request.param != "theirs":
+    first, folder = {kind: load(kind) for kind in KINDS}, tmp_path_factory.mktemp(request.param)
+    verifier = reference["folder"] / "target"
     for seed, (kind, module) in enumerate(first.items()):
-      published.write_published(folder / kind, changed(module, target, seed), target)
+      module = changed(module, target, seed)
+      published.write_published(folder / kind, module, target)
+      published.write_published(
+          folder / f"speculators-{kind}", module, target,
+          form=Form("speculators", str(verifier), 4))
     out = folder / "drafters.npz"
+    way = {"ours": "--read", "speculators": "--speculators"}[request.param]
     subprocess.run(
-        [str(reference["python"]), Path(__file__).with_name("reference_drafters.py"), "--read",
-         reference["folder"] / "target", folder, out],
+        [str(reference["python"]), Path(__file__).with_name("reference_drafters.py"), way,
+         verifier, folder, out],
         check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     with np.load(out) as read:
       arrays = reference | {name: read[name] for name in read.files}
-  return Case(arrays, target, {kind: load(kind) for kind in KINDS})
+  prefix = "speculators-" if request.param == "speculators" else ""
+  return Case(arrays, target, {kind: load(f"{prefix}{kind}") for kind in KINDS})
 
 
 def changed(module, target, seed):
@@ -108,7 +117,8 @@ def changed(module, target, seed):
     return drafters.build(module.kind, target, tensors, module.config, module.options())
   ids, head = np.asarray(module.draft_ids[...]), other(module.head[...])
   return drafters.build(module.kind, target, tensors, module.config, module.options(),
-                        draft_ids=ids + rng.integers(0, 3, ids.shape).astype(np.int32), head=head)
+                        draft_ids=ids + rng.integers(0, 3, ids.shape).astype(np.int32),
+                        own={"head": head})
 
 
 def close(ours, theirs):

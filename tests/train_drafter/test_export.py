@@ -16,12 +16,13 @@ from spec_jax import records as metrics
 from spec_jax.errors import UserError
 from spec_jax.records import RowRecords
 from spec_jax.weights import open_checkpoint
+from spec_jax.weights.forms import Form
 from spec_jax.weights.safetensors import write_folder
 from tests import tiny
 from tests.train_drafter import tiny_run
 from tests.weights import toy
+from train_drafter import card, export, manifest, prompts, serving
 from train_drafter import config as config_lib
-from train_drafter import export, manifest, prompts
 from train_drafter.generate import read_jsonl, target_id
 
 ROOT = Path(__file__).parents[2]
@@ -199,4 +200,106 @@ def test_a_setting_without_a_place_stops_the_export(tmp_path):
   tensors = drafters.own_tensors(module) | {"rope_freqs": np.array([1, 2, 3, 4], np.float32)}
   module = drafters.build("dflash", target, tensors, module.config, module.options())
   with pytest.raises(UserError, match="rope_freqs"):
-    export.write_drafter(tmp_path / "d", module, target, 3, {})
+    export.write_drafter(tmp_path / "d", module, target, Form(), {})
+
+
+# Formats, the model card and the commands.
+
+
+@pytest.mark.parametrize("kind, reduced, form", [
+    ("eagle3", True, "speculators"), ("dspark", True, "vllm")])
+def test_formats_stand_beside_each_other(tmp_path, capsys, kind, reduced, form):
+  cfg, workdir, target = run_of(tmp_path, kind, reduced)
+  cfg.export.format, cfg.export.target_name = form, "org/name"
+  export.run(cfg, workdir)
+  folder = workdir / "export" / form
+  assert {"README.md", "acceptance.json", "config.json", "model.safetensors"} <= {
+      p.name for p in folder.iterdir()}
+  fields = {"method": "dspark", "model": str(folder), "num_speculative_tokens": 3}
+  serve = {"speculators": f"vllm serve {folder}", "vllm": (
+      f"vllm serve org/name --speculative-config '{json.dumps(fields)}'")}[form]
+  assert serve in capsys.readouterr().out.splitlines()
+  content = json.loads((folder / export.ACCEPTANCE).read_text())
+  assert "travels as d2t" in content["note"]
+  drafter, out = decode(cfg, target, folder, content["cases"])
+  assert hasattr(drafter.module, "draft_ids")
+  assert [r.accepted.tolist() for r in out.records] == [
+      case["accepted"] for case in content["cases"]]
+  if form == "vllm":
+    return
+  export.run(cfg, workdir)  # finished: nothing is decoded again
+  assert f"reused\n{serve}" in capsys.readouterr().out
+  cfg.export.format = "sglang"
+  export.run(cfg, workdir)
+  assert (workdir / "export" / "sglang" / export.ACCEPTANCE).is_file()
+  counts = manifest.Manifest.load(workdir / "export").counts
+  assert counts["formats"] == ["sglang", "speculators"]
+
+
+def test_the_card_has_the_figures_of_the_report(exported):
+  cfg, workdir, folder = exported
+  text = (folder / "README.md").read_text()
+  report = json.loads((workdir / "evaluate" / "report.json").read_text())
+  for entry in report["settings"]:
+    group = entry["all"]
+    assert f"| T={entry['temperature']:g} | all | {group['prompts']} | {group['tau']:.2f} (" in text
+    assert f"| {group['acceptance_rate']:.1%} | {group['survival'][0]:.1%} |" in text
+  train = manifest.Manifest.load(workdir / "train").counts
+  assert f"supervised {train['supervised']}" in text
+  assert "Licence of this drafter: not stated" in text and "license:" not in text
+  assert f'base_model: "{Path(cfg.target.source).name}"' in text
+  assert str(Path(cfg.target.source).parent) not in text  # a path of this machine
+  assert "tokens emitted / rounds" in text and "assistant_model" in text
+
+
+def test_a_card_without_a_report_says_so(tmp_path):
+  cfg = tiny_run.make_config(tmp_path)
+  cfg.export.license, cfg.train.init_from = "apache-2.0", "somewhere"
+  card.write(tmp_path / "d", cfg, tmp_path, tiny.weak_drafter().module, "vllm", "org/name", "")
+  text = (tmp_path / "d" / "README.md").read_text()
+  assert "Not measured: this run has no `report.json`." in text
+  assert '\nlicense: "apache-2.0"\n' in text and 'base_model: "org/name"' in text
+  assert "SHA-256 unknown" in text and "- train: no counts recorded" in text
+  assert '"method": "draft_model"' in text
+  assert not [word for word in text.split() if word.endswith("%")]  # no figure is invented
+
+
+@pytest.mark.parametrize("kind, form, wanted", [
+    ("small_lm", "vllm", ['vllm serve org/t --speculative-config',
+                          '{"method": "draft_model", "model": "d", "num_speculative_tokens": 4}']),
+    ("small_lm", "sglang", ["--speculative-algorithm STANDALONE", "--speculative-num-steps 4",
+                            "--speculative-eagle-topk 1", "--speculative-num-draft-tokens 5"]),
+    ("small_lm", "hf", ["assistant_model=drafter", "'org/t', 'd'"]),
+    ("eagle3", "vllm", ['"method": "eagle3"']),
+    ("eagle3", "sglang", ["--model-path org/t --speculative-algorithm EAGLE3 "
+                          "--speculative-draft-model-path d", "--speculative-num-steps 4"]),
+    ("eagle3", "hf", ["ea_model_path='d'"]), ("eagle3", "speculators", ["vllm serve d"]),
+    ("dflash", "sglang", ["DFLASH", "--speculative-num-draft-tokens 5"]),
+    ("dflash", "hf", ["dflash generate transformers --model org/t --draft d --block-size 5"]),
+    ("dspark", "sglang", ["DSPARK", "--speculative-dspark-block-size 4"]),
+    ("dspark", "hf", ["python -m spec_jax --target=org/t --drafter=d --draft_len=4"])])
+def test_commands(kind, form, wanted):
+  text = serving.command(kind, form, "d", "org/t", 4).replace("'\"'\"'", "'")
+  for part in wanted:
+    assert part in text
+
+
+def test_a_small_model_is_no_folder_of_speculators(tmp_path):
+  cfg = tiny_run.make_config(tmp_path)
+  cfg.export.format = "speculators"
+  with pytest.raises(UserError, match="export.format='speculators' holds no small_lm"):
+    config_lib.validate(cfg)
+  with pytest.raises(UserError, match="holds no small_lm"):
+    serving.command("small_lm", "speculators", "d", "t", 3)
+
+
+def test_a_small_model_of_its_own_keeps_its_ends(tmp_path):
+  """A drafter that was started from another small model is exported whole."""
+  small = tiny.config(hidden_size=24, bos_id=0, eos_ids=(2,))
+  write_folder(tmp_path / "m", small, tiny.tensors(small, 4), tiny.tokenizer())
+  target = tiny.target()
+  module = spec_jax.load_drafter(str(tmp_path / "m"), target).module
+  export.write_drafter(tmp_path / "d", module, target, Form(), {})
+  ours, theirs = (open_checkpoint(str(tmp_path / name)) for name in "dm")
+  for name in theirs.names():
+    np.testing.assert_array_equal(ours.read(name), theirs.read(name), err_msg=name)

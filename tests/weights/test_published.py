@@ -238,7 +238,8 @@ def in_file(kind, module):
   if kind == "dspark":
     out |= {"markov_head.markov_w1.weight": get("markov_w1"),
             "markov_head.markov_w2.weight": get("markov_w2"),
-            "confidence_head.proj.weight": get("confidence")[None]}
+            "confidence_head.proj.weight": get("confidence")[None, :-1],
+            "confidence_head.proj.bias": get("confidence")[-1:]}
   return out
 
 
@@ -448,7 +449,7 @@ def test_variants_of_public_folders(folder):
   check(path, "eagle3", True)
   path = folder("dspark")
   edit_tensors(path, lambda values: values.update({
-      "embed_tokens.weight": embed, "confidence_head.proj.bias": np.zeros(1, np.float32),
+      "embed_tokens.weight": embed,
       "lm_head.weight": np.asarray(target().module.head_weight())}))
   edit_section(path, "dflash_config", mask_token_id=None, attention_mode="gqa")
   toy.edit_json(path / "config.json", architectures=["DSparkDraftModel"], mask_token_id=MASK - 1)
@@ -501,13 +502,14 @@ def test_which_folders_are_published(written, tmp_path):
 
 
 @pytest.mark.parametrize("kind, changes, match", [
-    ("eagle3", dict(norm_before_residual=True), "norm_before_residual=True is not supp"),
+    ("eagle3", dict(norm_before_residual=1), "norm_before_residual=1 must be true or false"),
     ("eagle3", dict(norm_before_fc=True), "norm_before_fc=True"),
     ("eagle3", dict(fc_norm=True), "fc_norm=True"),
     ("eagle3", dict(norm_output=True), "norm_output=True"),
     ("eagle3", dict(num_hidden_layers=2), r"num_hidden_layers=2 is not supported \(only 1\)"),
     ("eagle3", dict(tie_word_embeddings=True), "tie_word_embeddings=True"),
-    ("eagle3", dict(model_type="qwen3"), "model_type='qwen3' is not supported"),
+    ("eagle3", dict(model_type="mistral"), "model_type='mistral' is not supported"),
+    ("eagle3", dict(model_type="qwen3"), "no tensor midlayer.self_attn.q_norm.weight"),
     ("eagle3", dict(sliding_window=64), "sliding_window=64"),
     ("eagle3", dict(architectures=["Eagle3Speculator"]), "architectures='Eagle3Speculator'"),
     ("eagle3", dict(logit_gain=1.0), "field logit_gain=1.0 is not known"),
@@ -531,7 +533,7 @@ def test_which_folders_are_published(written, tmp_path):
     ("dflash", dict(layer_types=None, sliding_window=64), "sliding_window=64"),
     ("dflash", dict(use_sliding_window=True), "use_sliding_window=True"),
     ("dflash", dict(num_target_layers=36), "num_target_layers=36 is not the target's 8"),
-    ("dflash", dict(draft_vocab_size=32), "draft_vocab_size=32 differs from vocab_size=64"),
+    ("dflash", dict(draft_vocab_size=32), "has no tensor lm_head.weight"),
     ("dflash", dict(block_size=4.5), "block_size=4.5 must be a whole number"),
     ("dflash", dict(block_size=None), "block_size=None must be a whole number"),
     ("dflash", dict(mask_token_id=5), "mask_token_id=63 and mask_token_id=5 disagree"),
@@ -564,7 +566,7 @@ def test_a_field_is_refused_by_name(folder, kind, changes, match):
     ("dflash", "dflash_config", dict(markov_head_type="vanilla"), "markov_head_type='vanilla' is"),
     ("dflash", "dflash_config", dict(output_multiplier=2.0), "output_multiplier=2.0"),
     ("dflash", "dflash_config", dict(final_logit_softcapping=30.0), "final_logit_softcapping=30"),
-    ("dflash", "dflash_config", dict(input_embedding_scale=8.0), "input_embedding_scale=8.0"),
+    ("dflash", "dflash_config", dict(input_embedding_scale=-8.0), "input_embedding_scale=-8.0"),
     ("dspark", "dflash_config", dict(markov_head_type="gated"), "markov_head_type='gated'"),
     ("dspark", "dflash_config", dict(enable_confidence_head=False), "enable_confidence_head=Fal"),
     ("dspark", "dflash_config", dict(confidence_head_with_markov=False), "head_with_markov=False"),
@@ -609,7 +611,7 @@ def shaped(name, *shape):
     ("dflash", shaped("lm_head.weight", 64, 32), "lm_head.weight is not the target's, .*differ by"),
     ("dflash", lambda v: v.update(d2t=np.zeros(64, np.int64)), "tensor d2t is not supported"),
     ("dflash", shaped("layers.0.self_attn.q_proj.bias", 32), "q_proj.bias is not supported"),
-    ("dspark", shaped("confidence_head.proj.bias", 1), r"proj.bias=\[1.0\] is not supported"),
+    ("dspark", shaped("confidence_head.proj.bias", 2), r"proj.bias has shape \[2\], not \[1\]"),
     ("dspark", shaped("confidence_head.proj.weight", 38, 1), r"\[38, 1\], .* says \[1, 38\]"),
     ("dspark", shaped("markov_head.gate_proj.weight", 6, 38), "gate_proj.weight is not supported")])
 def test_a_tensor_is_refused_by_name(folder, kind, change, match):
