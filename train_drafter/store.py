@@ -286,6 +286,26 @@ def bytes_per_token(mode: str, *, hidden_size: int, num_taps: int, topk: int = 6
   return token_and_mask + features + teacher
 
 
+def check_space(folder: Path, tokens: int, width: int, mode: str) -> None:
+  """Refuses to begin a store that the disk cannot hold.
+
+  Args:
+    folder: of the store, which exists.
+    tokens: still to be written.
+    width: bytes of a token, as `bytes_per_token` has it.
+    mode: features.mode, for the message.
+
+  Raises:
+    UserError: names both sizes.
+  """
+  free = shutil.disk_usage(folder).free
+  if tokens * width > free:
+    raise UserError(
+        f"{folder}: {tokens:,} tokens of {width:,} bytes (features.mode={mode!r}) need "
+        f"{tokens * width / 1e9:,.1f} GB and {free / 1e9:,.1f} GB are free; features.mode='online' "
+        "stores nothing, 'topk' less")
+
+
 def alpha_bounds(
     topk_probs: Float[Array | np.ndarray, "*n k"],
     q_at_topk: Float[Array | np.ndarray, "*n k"],

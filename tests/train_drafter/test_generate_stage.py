@@ -170,7 +170,7 @@ def test_a_stopped_stage_answers_only_what_is_missing(made, tmp_path, monkeypatc
 
   class Run(generate.Run):
     def __init__(self, target, drafter, prompts, **options):
-      asked.append(len(prompts))
+      asked.append(len(options["only"]))
       super().__init__(target, drafter, prompts, **options)
 
   monkeypatch.setattr(generate, "_write_part", real)
