@@ -52,7 +52,7 @@ class Options:
     overwrite: move stage folders of another config aside.
     profile: write a profiler trace while training.
     command: the command line, for the record.
-    distributed: how the processes of the run find each other; None for a run of one process.
+    joined: how the processes of the run find each other; None for a run of one process.
   """
 
   config: Any
@@ -61,7 +61,7 @@ class Options:
   overwrite: bool
   profile: bool
   command: str
-  distributed: distributed.Options | None = None
+  joined: distributed.Options | None = None
 
 
 def define_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
@@ -146,7 +146,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> Options:
     overwrite=values.overwrite,
     profile=values.profile,
     command=shlex.join(["python", "-m", "train_drafter", *argv[1:]]),
-    distributed=joined if values.distributed else None,
+    joined=joined if values.distributed else None,
   )
 
 
@@ -164,7 +164,7 @@ def execute(options: Options) -> None:
   config_lib.finalize(cfg)
   config_lib.validate(cfg)
   platform.configure()
-  with distributed.leaving_on_sigterm(), distributed.running(options.distributed):
+  with distributed.leaving_on_sigterm(), distributed.running(options.joined):
     _execute(cfg, options)
 
 

@@ -22,6 +22,8 @@ from orbax.checkpoint import checkpoint_managers
 from spec_jax.errors import UserError
 from train_drafter import distributed
 
+_AGREE_STEPS = 4  # steps between two agreements of several processes whether to stop
+
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
@@ -240,6 +242,20 @@ class GracefulExit:
     """Ends the process with the status a shell gives for the signal, 128 + its number; that of
     SIGTERM where only another process has heard it so far."""
     raise SystemExit(128 + (self.signum or signal.SIGTERM))
+
+  def agreed(self, step: int, *, late: bool) -> tuple[bool, bool]:
+    """Whether a signal has come, and whether it is late: for any process, at one step for all.
+
+    Args:
+      step: steps done; of several processes it is asked every few of them, which all wait for.
+      late: whether time is up for this process.
+    """
+    if distributed.count() == 1:
+      return self.requested, late
+    if step % _AGREE_STEPS:
+      return False, False
+    told, late = distributed.most(self.requested, late)
+    return bool(told), bool(late)
 
   def leave_together(self, where: str) -> None:
     """Waits for the other processes, and leaves if any of them was told to.

@@ -20,16 +20,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
+from jax._src import clusters  # what jax.distributed.initialize finds out by itself
 from jax._src import distributed as jax_distributed  # its client has no public name
 from jax.experimental import multihost_utils
 
 from spec_jax.errors import UserError
+from train_drafter import rendezvous
 
-T = TypeVar("T")
 TIMEOUT_S = 600.0
 STOPPED = 128 + signal.SIGTERM  # exit status of a run that was told to stop and saved its work
 _SHUTDOWN_S = 30  # that the end of a process waits for the others
@@ -148,50 +149,62 @@ class _Session:
 _session: _Session | None = None
 _alone = False
 _TOLD, _FAILED, _HOSTS = "spec_jax/told", "spec_jax/failed", "spec_jax/hosts"
+_LEFT = "told to stop"
 
 
 def start(options: Options) -> None:
   """Joins the run. Call it before anything that starts JAX's backend.
 
   Raises:
-    UserError: nothing says which processes there are, or one of them did not come in time.
+    UserError: nothing says which processes there are, or one of them did not come in time (names
+      it).
   """
   global _session
   options = with_environment(options)
   # Its handler of SIGTERM would stand against those of the stages.
   jax.config.update("jax_enable_preemption_service", False)
-  try:
-    jax.distributed.initialize(
-        options.coordinator_address or None, options.num_processes or None,
-        options.process_id if options.process_id >= 0 else None,
-        # A stray SLURM_JOB_ID must not have a say where everything is given.
-        cluster_detection_method="deactivate" if options.explicit else None,
-        initialization_timeout=math.ceil(options.timeout_s),
-        shutdown_timeout_seconds=_SHUTDOWN_S)
-  except ValueError as error:
-    raise UserError(
-        f"--distributed: {str(error).rstrip('.')}; no SLURM, TPU or GKE says it here, so give "
-        "--coordinator_address, --num_processes and --process_id") from None
-  except RuntimeError as error:
-    raise UserError(_absent(options, error)) from None
+  place, total, own, devices = _found(options)
+  rendezvous.meet(place, total, own, options.timeout_s)
+  jax.distributed.initialize(
+      place, total, own, devices, cluster_detection_method="deactivate",
+      shutdown_timeout_seconds=_SHUTDOWN_S)
   _session = _Session(options.timeout_s)
   _session.begin()
   atexit.register(_session.end)  # runs before JAX's own
   _session.write(_HOSTS, socket.gethostname())
 
 
-def _absent(options: Options, error: Exception) -> str:
-  """The message for a start at which somebody is missing."""
-  state = jax_distributed.global_state
-  place = state.coordinator_address or options.coordinator_address
-  text = " ".join(str(error).split())
-  missing = sorted({int(part.split("task:")[-1]) for part in text.replace(",", " ").split()
-                    if "task:" in part and part.split("task:")[-1].isdigit()})
-  who = f"process {', '.join(map(str, missing))}" if missing else "a process"
-  if state.process_id and not missing:
-    who = f"process 0 (the coordinator, {place})"
-  return (f"--distributed: {who} of {state.num_processes} did not come within "
-          f"{options.timeout_s:g} s ({text[:200]})")
+def _visible_gpus() -> list[int] | None:
+  """The GPUs of this process where SLURM runs one for a host: all of them. JAX would take the one
+  that has the number of the task; None leaves the choice to it."""
+  tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ.get("SLURM_TASKS_PER_NODE", ""))
+  gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
+  if tasks.split("(")[0] == "1" and gpus.isdigit() and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+    return list(range(int(gpus)))
+  return None
+
+
+def _found(options: Options) -> tuple[str, int, int, Sequence[int] | None]:
+  """Coordinator, number of processes, number of this one, and its devices (None for all).
+
+  Raises:
+    UserError: nothing says them.
+  """
+  place, total, own = (
+      options.coordinator_address or None, options.num_processes or None,
+      options.process_id if options.process_id >= 0 else None)
+  devices = None
+  # A stray SLURM_JOB_ID must not have a say where everything is given.
+  if not options.explicit:
+    place, total, own, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        place, total, own, _visible_gpus(), None, math.ceil(options.timeout_s))
+  missing = [f"--{name}" for name, value in (
+      ("coordinator_address", place), ("num_processes", total), ("process_id", own))
+      if value is None]
+  if missing:
+    raise UserError(f"--distributed: neither SLURM, TPU, GKE nor MPI says who the processes are; "
+                    f"give {', '.join(missing)}")
+  return place, total, own, devices
 
 
 def stop() -> None:
@@ -223,6 +236,7 @@ def running(options: Options | None) -> Iterator[None]:
   try:
     yield
   except SystemExit:  # told to stop: the others were told too
+    fail(_LEFT)
     raise
   except BaseException as error:
     fail(str(error) or type(error).__name__)
@@ -256,7 +270,7 @@ def is_primary() -> bool:
   return index() == 0
 
 
-def share(items: Sequence[T]) -> Sequence[T]:
+def share[T](items: Sequence[T]) -> Sequence[T]:
   """Every count()-th of the items: those that are this process's own."""
   return items if count() == 1 else items[index()::count()]
 
@@ -271,6 +285,7 @@ def gather(name: str, value: Any = None, timeout_s: float | None = None) -> list
 
   Raises:
     UserError: a process did not come in time, or failed: names it, with its host.
+    SystemExit: it was told to stop, and has.
   """
   if _session is None or _alone:
     return [value]
@@ -283,6 +298,8 @@ def gather(name: str, value: Any = None, timeout_s: float | None = None) -> list
     missing = [i for i in range(count()) if i not in there]
     failed = _session.read(_FAILED)
     for i in missing:
+      if failed.get(i) == _LEFT:
+        raise SystemExit(STOPPED)
       if i in failed:
         raise UserError(f"{name}: {_named(i)} failed: {failed[i]}")
     if time.monotonic() > end:
@@ -308,7 +325,7 @@ def barrier(name: str, timeout_s: float | None = None) -> None:
   gather(name, None, timeout_s)
 
 
-def agree(name: str, value: T) -> T:
+def agree[T](name: str, value: T) -> T:
   """The value, which must be the same in every process.
 
   Raises:

@@ -33,6 +33,7 @@ from train_drafter.generate import load_answers, target_id
 from train_drafter.progress import Bar
 
 STAGE = "extract"
+NOT_STORED = ("features.verify_documents", "features.delete_used")  # fields no store depends on
 _SCORE_ROWS = 256  # positions whose logits exist at once
 _MASS_DOCUMENTS = 64  # read back for the mean mass that the top k hold
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -96,7 +97,7 @@ def run(cfg: Config, workdir: Path) -> Path:
     raise UserError(f"features.topk={cfg.features.topk} is larger than the target's vocabulary of "
                     f"{target.config.vocab_real} ids")
   # The taps and not the drafter: drafters that read the same layers share a store.
-  part = config_lib.part(cfg, "features", without=("features.verify_documents",))
+  part = config_lib.part(cfg, "features", without=NOT_STORED)
   opened = manifest.begin(
       folder, stage=STAGE, config={**part, "taps": list(taps)}, inputs={"generate": source},
       target=target_id(target))

@@ -206,6 +206,9 @@ def open_store(folder: Path) -> Store:
   except KeyError as error:
     raise UserError(f"{folder}: its manifest has no {error.args[0]!r}; remove {folder} and run "
                     "--stage=extract again") from None
+  if parts and not any(part_folder(folder, i).exists() for i in range(parts)):
+    raise UserError(f"{folder}: its parts are gone (features.delete_used removes them after "
+                    f"training); remove {folder} and run --stage=extract again")
   documents = [d for i in range(parts) for d in read_part(part_folder(folder, i), names)]
   return Store(folder, mode, taps, size, topk, tuple(documents))
 
@@ -268,6 +271,17 @@ def remove_unfinished(folder: Path) -> None:
   """Removes what a killed process left of the part it was writing."""
   for path in folder.glob(".part-*.tmp-*"):
     shutil.rmtree(path)
+
+
+def remove_parts(folder: Path) -> int:
+  """Removes the parts of a store that is not needed any more, and returns how many there were. A
+  store that a sweep shares (a link) stays: its other cells may still read it."""
+  if folder.is_symlink():
+    return 0
+  parts = sorted(folder.glob("part-*"))
+  for path in parts:
+    shutil.rmtree(path)
+  return len(parts)
 
 
 def bytes_per_token(mode: str, *, hidden_size: int, num_taps: int, topk: int = 64) -> int:

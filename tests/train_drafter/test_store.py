@@ -228,6 +228,16 @@ def test_a_lost_part_is_named(made):
     store.open_store(folder)
 
 
+def test_used_parts_are_removed_unless_a_sweep_shares_them(made):
+  folder, parts = made
+  link = folder.with_name("linked")
+  link.symlink_to(folder)
+  assert store.remove_parts(link) == 0 and store.open_store(folder)
+  assert store.remove_parts(folder) == len(parts)
+  with pytest.raises(UserError, match="its parts are gone .features.delete_used"):
+    store.open_store(folder)
+
+
 @pytest.mark.parametrize("name, value", [
     ("loss_mask", np.asarray([0, 0, 1, 0, 1] + [1] * 14, np.uint8)),
     ("doc_offsets", np.asarray([0, 5, 6, 15, 18], np.int64)),
