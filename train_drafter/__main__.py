@@ -171,6 +171,9 @@ def execute(options: Options) -> None:
 def _execute(cfg: Any, options: Options) -> None:
   distributed.agree("--stage", list(options.stages))
   distributed.agree("the config", manifest.stage_hash(dataclasses.asdict(cfg), {})[:12])
+  if distributed.count() > 1 and (cfg.mesh.data, cfg.mesh.fsdp, cfg.mesh.tensor) == (1, 1, 1):
+    cfg.mesh.data = -1  # all processes take part
+  _check_mesh(cfg)
   if "prompts" in options.stages:
     _check_target(cfg)
   try:
@@ -202,6 +205,14 @@ def _reads_features(cfg: Any) -> bool:
   from train_drafter.train import sources
 
   return "extract" in sources(cfg)
+
+
+def _check_mesh(cfg: Any) -> None:
+  """Refuses a mesh that does not fit the devices, before any stage."""
+  from train_drafter import placement
+
+  if (cfg.mesh.data, cfg.mesh.fsdp, cfg.mesh.tensor) != (1, 1, 1):
+    placement.mesh_of(cfg)
 
 
 def _check_target(cfg: Any) -> None:

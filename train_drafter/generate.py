@@ -20,13 +20,12 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-import spec_jax
 from spec_jax.errors import UserError
 from spec_jax.generate import Finished, Run, encode_prompt
 from spec_jax.models.config import DecoderConfig
 from spec_jax.target import Target
 from train_drafter import config as config_lib
-from train_drafter import distributed, manifest
+from train_drafter import distributed, manifest, placement
 from train_drafter.checkpoint import GracefulExit
 from train_drafter.config import Config
 from train_drafter.progress import Bar
@@ -93,7 +92,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   workdir = Path(workdir)
   folder = workdir / STAGE
   source = manifest.require(workdir / "prompts", "prompts", cfg)
-  target = spec_jax.load_target(cfg.target.source, dtype=cfg.target.dtype)
+  target = placement.load_target(cfg, cfg.target.dtype, own=True)
   opened = manifest.begin(
       folder, stage=STAGE, config=config_lib.part(cfg, "target", "generate"),
       inputs={"prompts": source}, target=target_id(target))

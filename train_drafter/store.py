@@ -21,7 +21,7 @@ import tensorstore as ts
 from jaxtyping import Array, Float
 
 from spec_jax.errors import UserError
-from train_drafter import manifest
+from train_drafter import distributed, manifest
 
 AFTER_FINAL_NORM = "after_final_norm"
 NOT_KEPT = "not_kept"
@@ -273,15 +273,16 @@ def remove_unfinished(folder: Path) -> None:
     shutil.rmtree(path)
 
 
-def remove_parts(folder: Path) -> int:
-  """Removes the parts of a store that is not needed any more, and returns how many there were. A
-  store that a sweep shares (a link) stays: its other cells may still read it."""
-  if folder.is_symlink():
-    return 0
+def remove_parts(folder: Path) -> None:
+  """Removes the parts of a store that is not needed any more (features.delete_used). A store that a
+  sweep shares (a link) stays: its other cells may still read it."""
   parts = sorted(folder.glob("part-*"))
-  for path in parts:
-    shutil.rmtree(path)
-  return len(parts)
+  if folder.is_symlink():
+    print(f"{folder}: is shared, so its {len(parts)} parts stay", flush=True)
+  elif distributed.is_primary():
+    for path in parts:
+      shutil.rmtree(path)
+    print(f"{folder}: {len(parts)} used parts removed", flush=True)
 
 
 def bytes_per_token(mode: str, *, hidden_size: int, num_taps: int, topk: int = 64) -> int:

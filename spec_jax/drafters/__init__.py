@@ -158,7 +158,7 @@ def lent_head(target: Target, draft_ids: np.ndarray | None, dtype: Any) -> Array
   if draft_ids is None and dtype == DTYPES[target.dtype]:
     return None
   rows = target.module.head_weight()
-  return jnp.asarray(rows if draft_ids is None else rows[jnp.asarray(draft_ids)], dtype)
+  return jnp.asarray(rows if draft_ids is None else rows[np.asarray(draft_ids)], dtype)
 
 
 def build(

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from spec_jax import sampling as sampling_lib
+from spec_jax import sharding
 from spec_jax.drafters.head import LearnedDrafter
 from spec_jax.errors import UserError
 from spec_jax.models.attention import attend, attend_own
@@ -321,12 +322,12 @@ def init_tensors(
   out = {"fc": np.concatenate(
       [np.zeros((D, (len(taps) - 1) * D), np.float32), np.eye(D, dtype=np.float32)], 1)}
   for name, value in llama_layer(tensors, config, layer, seed).items():
-    value = np.asarray(value)
+    value = sharding.fetch(value)
     if name in ("wq", "wk", "wv"):
       token = rng.normal(size=value.shape).astype(np.float32) * 0.2 * value.std()
       value = np.concatenate([token, value], 1)
     out[f"layers.0.{name}"] = value
   out["layers.0.hidden_norm"] = out["layers.0.attn_norm"]
   out["layers.0.attn_norm"] = np.ones(D, np.float32)
-  out["final_norm"] = np.asarray(tensors["final_norm"], np.float32)
+  out["final_norm"] = np.asarray(sharding.fetch(tensors["final_norm"]), np.float32)
   return out
