@@ -10,9 +10,10 @@ here gives back what it was given, and nothing else is computed than on one devi
           which is gathered where it is used (ZeRO-3, 1910.02054)
   tensor  heads, inner states of the MLP and vocabulary are divided (Megatron, 1909.08053)
 
-The models know nothing of this: arguments are placed, results are pinned to the same places, and
-XLA divides the programs in between. Everything here works over several processes too, where each
-holds the slices of its own devices alone.
+Arguments are placed, results are pinned to the same places, and XLA divides the programs in
+between; all that a model does is to pin the residual stream of its layers (`pin_states`).
+Everything here works over several processes too, where each holds the slices of its own devices
+alone.
 """
 
 import functools
@@ -71,7 +72,7 @@ _HEADS = ("heads", "kv_heads")
 
 def make_mesh(
     data: int = 1, fsdp: int = 1, tensor: int = 1,
-    devices: Sequence[jax.Device] | None = None) -> Mesh:
+    devices: Sequence[Any] | None = None) -> Mesh:
   """The mesh over the devices of all processes (or over `devices`), tensor the innermost axis.
 
   Args:
@@ -245,6 +246,15 @@ def pin_rows(tree: Any, mesh: Mesh | None) -> Any:
   """Inside jit: results that lie as `place_rows` lays them, so that donated buffers fit and the
   next call finds what it was compiled for."""
   return _pinned(tree, mesh, lambda x: row_sharding(x.shape, mesh))
+
+
+def pin_states(x: Array, mesh: Mesh | None) -> Array:
+  """Inside jit: states [rows, ..., D] of a model, divided by their rows and never along D. Weights
+  divided along D would otherwise ask for that, and whole activations would travel, not weights."""
+  if mesh is None:
+    return x
+  logical = ("batch", *[None] * (x.ndim - 1))
+  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(logical, x.shape, mesh)))
 
 
 def pin(tree: Any, mesh: Mesh | None, head_dim: int = 1) -> Any:

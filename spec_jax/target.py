@@ -82,7 +82,7 @@ def load_target(source: str, dtype: str = "float32", mesh: Mesh | None = None) -
     return jnp.asarray(value, kind)
 
   divisors = checkpoint.read("rope_freqs") if "rope_freqs" in checkpoint.names() else None
-  module = Decoder(checkpoint.config, tensor, divisors)
+  module = Decoder(checkpoint.config, tensor, divisors, mesh)
   return from_module(
       module, name=source, tokenizer=checkpoint.tokenizer(), dtype=dtype, checkpoint=checkpoint)
 

@@ -171,8 +171,6 @@ def execute(options: Options) -> None:
 def _execute(cfg: Any, options: Options) -> None:
   distributed.agree("--stage", list(options.stages))
   distributed.agree("the config", manifest.stage_hash(dataclasses.asdict(cfg), {})[:12])
-  if distributed.count() > 1 and (cfg.mesh.data, cfg.mesh.fsdp, cfg.mesh.tensor) == (1, 1, 1):
-    cfg.mesh.data = -1  # all processes take part
   _check_mesh(cfg)
   if "prompts" in options.stages:
     _check_target(cfg)

@@ -91,7 +91,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   workdir = Path(workdir)
   folder = workdir / STAGE
   source = manifest.require(workdir / "generate", "generate", cfg)
-  target = placement.load_target(cfg, cfg.target.dtype, own=True)
+  target = placement.load_target(cfg, cfg.target.dtype)
   taps = taps_of(cfg, target.config.num_layers)
   if cfg.features.mode == "topk" and cfg.features.topk > target.config.vocab_real:
     raise UserError(f"features.topk={cfg.features.topk} is larger than the target's vocabulary of "

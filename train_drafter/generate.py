@@ -92,7 +92,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   workdir = Path(workdir)
   folder = workdir / STAGE
   source = manifest.require(workdir / "prompts", "prompts", cfg)
-  target = placement.load_target(cfg, cfg.target.dtype, own=True)
+  target = placement.load_target(cfg, cfg.target.dtype)
   opened = manifest.begin(
       folder, stage=STAGE, config=config_lib.part(cfg, "target", "generate"),
       inputs={"prompts": source}, target=target_id(target))

@@ -16,34 +16,45 @@ from jax.sharding import Mesh
 import spec_jax
 from spec_jax import sharding
 from spec_jax.target import Target
-from train_drafter import distributed
 from train_drafter.config import Config
 
 
 def mesh_of(cfg: Config, own: bool = False) -> Mesh | None:
   """The mesh that the config asks for; None for one device, which then runs as if there were none.
 
+  Of several processes all devices take part, so that the default is then data=-1.
+
   Args:
     cfg: of the run.
-    own: of several processes, over the devices of this one alone, which works on a share of its own
-      (so does a stage that runs in one process): as many of them divide the parameters as the
-      config asks for and there are, the others hold copies.
+    own: for a stage that shares its work out, each process deciding for itself: the part of the
+      mesh on the devices of this process, `data` being what fsdp and tensor leave of them. Sizes
+      that reach over processes are cut to what divides the devices of one.
 
   Raises:
     UserError: it does not fit the devices that exist.
   """
-  if jax.process_count() > 1 and (own or distributed.count() == 1):
+  sizes = cfg.mesh
+  if jax.process_count() == 1:
+    mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor)
+    return None if mesh.size == 1 else mesh
+  if own:
     devices = jax.local_devices()
-    tensor = math.gcd(cfg.mesh.tensor, len(devices))
-    fsdp = math.gcd(cfg.mesh.fsdp, len(devices) // tensor)
-    return sharding.make_mesh(-1, fsdp, tensor, devices) if len(devices) > 1 else None
-  mesh = sharding.make_mesh(cfg.mesh.data, cfg.mesh.fsdp, cfg.mesh.tensor)
-  return None if mesh.size == 1 and jax.process_count() == 1 else mesh
+    tensor = math.gcd(sizes.tensor, len(devices))
+    fsdp = math.gcd(sizes.fsdp, len(devices) // tensor)
+    mesh = sharding.make_mesh(-1, fsdp, tensor, devices)
+    return None if mesh.size == 1 else mesh
+  data = -1 if (sizes.data, sizes.fsdp, sizes.tensor) == (1, 1, 1) else sizes.data
+  return sharding.make_mesh(data, sizes.fsdp, sizes.tensor)
 
 
-def load_target(cfg: Config, dtype: str, own: bool = False) -> Target:
-  """The target of a run in a dtype, each device with its slices of the parameters; `own` as for
-  `mesh_of`."""
+def load_target(cfg: Config, dtype: str, own: bool = True) -> Target:
+  """The target of a run in a dtype, each device with its slices of the parameters.
+
+  Args:
+    cfg: of the run.
+    dtype: "float32" or "bfloat16".
+    own: as in `mesh_of`; False for the stage that all processes run together (train).
+  """
   return spec_jax.load_target(cfg.target.source, dtype=dtype, mesh=mesh_of(cfg, own))
 
 

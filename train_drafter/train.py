@@ -103,7 +103,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   workdir = Path(workdir)
   folder = workdir / STAGE
   source = {name: manifest.require(workdir / name, name, cfg) for name in sources(cfg)}
-  target = placement.load_target(cfg, cfg.train.dtype)
+  target = placement.load_target(cfg, cfg.train.dtype, own=False)
   opened = manifest.begin(
       folder, stage=STAGE,
       config=config_lib.part(cfg, "drafter", "train", without=("train.profile", "train.keep")),

@@ -149,7 +149,7 @@ def small_lm(
   divisors = np.asarray(tensors["rope_freqs"]) if "rope_freqs" in tensors else None
   return SmallLM(
       config, tensor, embed=own.get("embed"), head=head, draft_ids=draft_ids,
-      rope_divisors=divisors)
+      rope_divisors=divisors, mesh=target.mesh)
 
 
 def lent_head(target: Target, draft_ids: np.ndarray | None, dtype: Any) -> Array | None:
@@ -202,7 +202,7 @@ def build(
   own = lent_head(target, draft_ids, low) if head is None else jnp.asarray(head, low)
   return DRAFTERS[kind](
       config, _checked(tensors, shapes, low), head=own, draft_ids=draft_ids,
-      rope_divisors=divisors, **settings)
+      rope_divisors=divisors, mesh=target.mesh, **settings)
 
 
 def _checked(tensors, shapes, dtype) -> Callable[[str], Array]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from spec_jax import sampling as sampling_lib
@@ -96,9 +97,10 @@ class Eagle3(LearnedDrafter):
       head: Array | None = None,
       draft_ids: Array | np.ndarray | None = None,
       rope_divisors: np.ndarray | None = None,
+      mesh: Mesh | None = None,
   ):
     """Builds the drafter from `tensor(canonical name)` (see `tensor_shapes`)."""
-    self.taps, self.steps = tuple(taps), steps
+    self.taps, self.steps, self.mesh = tuple(taps), steps, mesh
     for name in tensor_shapes(config, self.taps):
       setattr(self, name.removeprefix("layers.0."), nnx.Param(tensor(name)))
     self.inverse_frequencies = tuple(rope_inverse_frequencies(config, rope_divisors).tolist())
@@ -143,7 +145,7 @@ class Eagle3(LearnedDrafter):
     for rows shorter than T) is overwritten before it is seen.
     """
     del valid
-    fused = linear(features, self.fc[...])
+    fused = self._fused(features)
     state = Eagle3State(state.k, state.v, state.fused.at[:, :tokens.shape[1]].set(fused))
     return self._run(state, jnp.roll(tokens, -1, 1), fused, positions, target)[1]
 
@@ -153,7 +155,7 @@ class Eagle3(LearnedDrafter):
     the next `propose` or `catch_up`."""
     del tokens, valid, target
     put = lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(row, new, at, 0)
-    fused = jax.vmap(put)(state.fused, linear(features, self.fc[...]), positions[:, 0])
+    fused = jax.vmap(put)(state.fused, self._fused(features), positions[:, 0])
     return Eagle3State(state.k, state.v, fused)
 
   def catch_up(
@@ -240,7 +242,11 @@ class Eagle3(LearnedDrafter):
         attended.reshape(*attended.shape[:2], -1), self.wo[...])
     h = rms_norm(x, self.mlp_norm[...], c.rms_norm_eps)
     gated = jax.nn.silu(linear(h, self.w_gate[...])) * linear(h, self.w_up[...])
-    return x + linear(gated, self.w_down[...])
+    return sharding.pin_states(x + linear(gated, self.w_down[...]), self.mesh)
+
+  def _fused(self, features):
+    """fc of the target's features [B, T, F], as the residual stream begins."""
+    return sharding.pin_states(linear(features, self.fc[...]), self.mesh)
 
   # Training.
 
@@ -256,7 +262,7 @@ class Eagle3(LearnedDrafter):
     T = tokens.shape[1]
     causal = jnp.arange(T) <= jnp.arange(T)[:, None]
     mask = causal & (segments[:, :, None] == segments[:, None, :])
-    hidden = linear(features, self.fc[...])
+    hidden = self._fused(features)
     out, own = [], []
     for j in range(self.steps):
       embedded = target.embedded(jnp.roll(tokens, -1 - j, 1))
