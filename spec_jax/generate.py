@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import decode, verify
+from spec_jax import decode, sharding, verify
 from spec_jax.drafters import Drafter
 from spec_jax.errors import UserError
 from spec_jax.records import RowRecords
@@ -217,14 +216,15 @@ class Run:
   `generate` drains it; a caller that wants rows as they end, or wants to stop early, iterates over
   `all()` or over `bucket()` itself. The arguments are those of `generate`, and on_round: called
   with a `Progress` of each running row after its prefill and after every round; the host then waits
-  for every round, which costs speed.
+  for every round, which costs speed; and only: the indices of the prompts that are decoded, where
+  this is a part of a larger run, whose shapes it keeps, and so also its rounding.
   """
 
   def __init__(
       self, target, drafter, prompts, *, draft_len, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0,
       bias=None, rule=None, max_new_tokens=64, stop=(), seed=0, batch_size=8, max_length=None,
       force_reject=False, eos_ids=None, sequence_ids=None, keep_hidden=False, template_args=None,
-      on_round=None):
+      on_round=None, only=None):
     if isinstance(prompts, str):
       raise UserError("prompts must be a list, also of one string")
     count = len(prompts)
@@ -274,13 +274,17 @@ class Run:
     pad = target.config.pad_id if target.config.pad_id >= 0 else 0
     self.program = decode.Program(
         target.graph, None if drafter is None else drafter.graph,
-        0 if drafter is None else draft_len, settings, chosen.name, eos, pad, keep_hidden)
-    self.params = (target.params, None if drafter is None else drafter.params)
+        0 if drafter is None else draft_len, settings, chosen.name, eos, pad, keep_hidden,
+        sharding.mesh_of(target.params))
+    self.params = (target.params, None if drafter is None else sharding.place(
+        drafter.params, self.program.mesh, target.config.head_dim))
     if not -2**31 <= seed < 2**31:
       raise UserError(f"seed={seed} must fit in 32 bits")
-    self.seed = jnp.asarray(seed, jnp.int32)
-    self.force_reject = jnp.asarray(force_reject)
+    # Scalars of the host: with several processes an array of one device is no common argument.
+    self.seed = np.asarray(seed, np.int32)
+    self.force_reject = np.asarray(force_reject, bool)
     self.batch_size, self.on_round = batch_size, on_round
+    self.only = frozenset(range(count) if only is None else only)
     self.max_new = max(self.budgets, default=1)
     self.sequence = _per_prompt(
         "sequence_ids", range(count) if sequence_ids is None else sequence_ids, count)
@@ -316,18 +320,23 @@ class Run:
 
   def bucket(self, size: int, members: Sequence[int]) -> Iterator[Finished]:
     """The prompts `members` of one bucket through one batch, refilled as rows end."""
-    B = min(self.batch_size, len(members))
+    B, mesh = min(self.batch_size, len(members)), self.program.mesh
     R = min(8, max(1, B // 8))  # as many as end before a refill
+    if B > 1:  # places that no prompt takes hold finished rows
+      B, R = sharding.padded_rows(B, mesh), sharding.padded_rows(R, mesh)
     # With a queue a second, narrower prefill pays for its compilation: most prompts are short. A
     # prompt's width depends on the prompt alone, or else its rounding would depend on its company.
     widths = (_narrow(size), size) if len(members) > B else (size,)
     width = lambda i: min(w for w in widths if w >= len(self.ids[i]))
+    members = [i for i in members if i in self.only]
+    if not members:
+      return
     capacity = size + self.max_new + self.program.draft_len + 1
     state = decode.init_state(self.program, self.params, B, capacity, self.max_new)
     queue, held = list(reversed(members)), [-1] * B
-    refill = jnp.asarray(max(1, B // 8), jnp.int32)
+    refill = np.asarray(max(1, B // 8), np.int32)
     rounds = 1 if self.on_round else _STOP_ROUNDS if self.stop else _CHUNK_ROUNDS
-    rounds = jnp.asarray(rounds, jnp.int32)
+    rounds = np.asarray(rounds, np.int32)
     self._filling = True
     while queue or any(i >= 0 for i in held):
       if not self._filling:
@@ -340,7 +349,7 @@ class Run:
         state = self._fill(state, wide, dict(zip(free, group, strict=False)), held, R)
         free = free[len(group):]
       self._report(state, held)
-      ending = refill if queue else jnp.asarray(B + 1, jnp.int32)
+      ending = refill if queue else np.asarray(B + 1, np.int32)
       clock = time.perf_counter()
       state = decode.chunk(
           self.program, self.params, state, rounds, ending, self.force_reject)
@@ -369,7 +378,7 @@ class Run:
     """Calls on_round with every row that is held."""
     if self.on_round is None:
       return
-    now = {name: np.array(getattr(state, name)) for name in (
+    now = {name: np.array(sharding.fetch(getattr(state, name))) for name in (
         "tokens", "length", "rounds", "accepted", "emitted")}
     for b, i in enumerate(held):
       if i >= 0:
@@ -380,10 +389,10 @@ class Run:
 
   def _harvest(self, state, held):
     """Rows that have ended, by the device or by a stop string; frees their places."""
-    reason = np.array(state.reason)
+    reason = np.array(sharding.fetch(state.reason))
     ended = {b: 0 for b in range(len(held)) if held[b] >= 0 and reason[b] != decode.RUNNING}
     if self.stop:
-      length, tokens = np.asarray(state.length), np.asarray(state.tokens)
+      length, tokens = sharding.fetch((state.length, state.tokens))
       for b, i in enumerate(held):
         if i < 0:
           continue
@@ -392,14 +401,15 @@ class Run:
         if cut >= 0:
           ended[b] = cut
           reason[b] = decode.STOP
-      state = dataclasses.replace(state, reason=jnp.asarray(reason))
+      state = dataclasses.replace(
+          state, reason=sharding.place_rows(jnp.asarray(reason), self.program.mesh))
     if not ended:
       return state, []
-    small = jax.device_get({f: getattr(state, f) for f in (
+    small = sharding.fetch({f: getattr(state, f) for f in (
         "tokens", "length", "prompt", "logprobs", "accepted", "emitted", "proposed", "rounds")})
     rows = []
     for b, cut in ended.items():
-      hidden = np.asarray(state.hidden[b]) if self.program.keep_hidden else None
+      hidden = sharding.fetch(state.hidden[b]) if self.program.keep_hidden else None
       row = {k: v[b] for k, v in small.items()}
       rows.append(_finished(held[b], row, int(reason[b]), cut, hidden))
       held[b] = -1

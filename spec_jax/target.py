@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array
 
+from spec_jax import sharding
 from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig
 from spec_jax.models.decoder import BLOCK_TENSORS, Decoder, block_shapes
@@ -46,17 +48,24 @@ class Target:
     """SHA-256 of the weight files ("" for a model made in memory)."""
     return "" if self.checkpoint is None else self.checkpoint.weight_hash()
 
+  @functools.cached_property
+  def mesh(self) -> Mesh | None:
+    """The devices that its parameters are divided over; None for one device."""
+    return sharding.mesh_of(self.params)
+
   @property
   def module(self) -> Decoder:
     return nnx.merge(self.graph, self.params)
 
 
-def load_target(source: str, dtype: str = "float32") -> Target:
+def load_target(source: str, dtype: str = "float32", mesh: Mesh | None = None) -> Target:
   """Loads a target.
 
   Args:
     source: "demo", a folder in the Hugging Face layout, a .gguf file, or "hf:org/name".
     dtype: "float32" or "bfloat16"; norms stay float32 in both.
+    mesh: devices that its parameters are divided over (`sharding.make_mesh`), tensor by tensor, and
+      with them everything that runs with the target; None for one device.
 
   Raises:
     UserError: a missing file, an unsupported field or an unknown dtype, by name.
@@ -67,10 +76,13 @@ def load_target(source: str, dtype: str = "float32") -> Target:
 
   def tensor(name: str):
     value = checkpoint.read(name)
-    return jnp.asarray(value, jnp.float32 if value.ndim == 1 else DTYPES[dtype])
+    kind = jnp.float32 if value.ndim == 1 else DTYPES[dtype]
+    if mesh is not None:
+      return sharding.place_tensor(name, value, kind, mesh, checkpoint.config.head_dim)
+    return jnp.asarray(value, kind)
 
   divisors = checkpoint.read("rope_freqs") if "rope_freqs" in checkpoint.names() else None
-  module = Decoder(checkpoint.config, tensor, divisors)
+  module = Decoder(checkpoint.config, tensor, divisors, mesh)
   return from_module(
       module, name=source, tokenizer=checkpoint.tokenizer(), dtype=dtype, checkpoint=checkpoint)
 

@@ -28,7 +28,7 @@ from spec_jax.weights import forms
 from spec_jax.weights.forms import Form
 from spec_jax.weights.published import write_published
 from spec_jax.weights.safetensors import write_folder
-from train_drafter import card, manifest, report
+from train_drafter import card, manifest, placement, report
 from train_drafter import config as config_lib
 from train_drafter.config import Config
 from train_drafter.evaluate import evaluation_prompts, records_path
@@ -55,7 +55,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   folder = workdir / STAGE
   inputs = {n: manifest.require(workdir / n, n, cfg) for n in ("prompts", "train", "evaluate")}
   # The files hold float32: the weights as they were trained, the target's as they were stored.
-  target = spec_jax.load_target(cfg.target.source, dtype="float32")
+  target = placement.load_target(cfg, "float32")
   opened = manifest.begin(
       folder, stage=STAGE, config=config_lib.part(cfg, "export", without=_OF_RUN), inputs=inputs,
       target=target_id(target))
@@ -148,7 +148,7 @@ def measure(
   """The content of acceptance.json: the written folder is loaded and decodes the golden prompts."""
   options = cfg.evaluate
   if target.dtype != options.identity_dtype:
-    target = spec_jax.load_target(cfg.target.source, dtype=options.identity_dtype)
+    target = placement.load_target(cfg, options.identity_dtype)
   drafter = spec_jax.load_drafter(str(folder), target, options.drafter_dtype)
   args = config_lib.template_args(cfg)
   ids = [encode_prompt(target, p["messages"], i, args) for i, p in enumerate(golden)]

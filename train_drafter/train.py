@@ -20,21 +20,30 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
-import spec_jax
-from spec_jax import drafters, sampling
+from spec_jax import drafters, sampling, sharding
 from spec_jax.errors import UserError
 from spec_jax.models.decoder import linear
 from spec_jax.target import Target
 from spec_jax.types import pytree
 from train_drafter import config as config_lib
-from train_drafter import head_sample, losses, manifest, metrics, replay
+from train_drafter import (
+  distributed,
+  head_sample,
+  losses,
+  manifest,
+  metrics,
+  placement,
+  replay,
+  store,
+)
 from train_drafter.batches import Ahead, Packer
 from train_drafter.checkpoint import Checkpoints, GracefulExit
 from train_drafter.config import Config, TrainConfig
 from train_drafter.curriculum import curriculum
 from train_drafter.documents import draft_vocabulary, prepare
-from train_drafter.extract import open_features
+from train_drafter.extract import open_features, with_features
 from train_drafter.generate import load_answers, target_id
 from train_drafter.metrics import MetricLog, Profile, means, quality
 from train_drafter.on_policy import OnPolicy
@@ -80,6 +89,8 @@ class Setup:
     options: the train config.
     schedule: learning rate by update.
     kind: of the drafter.
+    mesh: the devices, None for one.
+    head_dim: elements of a head, which no device divides.
   """
 
   graph: nnx.GraphDef
@@ -89,6 +100,8 @@ class Setup:
   options: TrainConfig
   schedule: optax.Schedule
   kind: str
+  mesh: Mesh | None = None
+  head_dim: int = 1
 
 
 def run(cfg: Config, workdir: Path) -> Path:
@@ -101,7 +114,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   workdir = Path(workdir)
   folder = workdir / STAGE
   source = {name: manifest.require(workdir / name, name, cfg) for name in sources(cfg)}
-  target = spec_jax.load_target(cfg.target.source, dtype=cfg.train.dtype)
+  target = placement.load_target(cfg, cfg.train.dtype, own=False)
   part = config_lib.part(cfg, "drafter", "train", without=("train.profile", "train.keep"))
   warm = begin_with(cfg, target)
   opened = manifest.begin(
@@ -123,10 +136,12 @@ def run(cfg: Config, workdir: Path) -> Path:
   module = initial_drafter(cfg, target, draft_vocabulary(folder))
   pack = functools.partial(
       Packer, rows=cfg.train.batch_rows, seq_len=cfg.train.seq_len, chunk=cfg.train.chunk,
-      seed=cfg.train.seed, pad_id=max(target.config.pad_id, 0),
+      seed=cfg.train.seed, pad_id=max(target.config.pad_id, 0), own=placement.own_rows(target.mesh),
       features=len(module.taps) * target.config.hidden_size if stored else 0)
   result = fit(cfg, target, module, pack(kept), pack(held).in_order(), folder, began)
   manifest.finish(folder, opened, counts | result, "drafter/*")
+  if stored and cfg.features.delete_used:
+    store.remove_parts(workdir / "extract")
   return folder
 
 
@@ -149,10 +164,13 @@ def make_setup(cfg: Config, target: Target, module: Any, steps: int) -> tuple[Se
   optimizer = optax.chain(
       optax.clip_by_global_norm(options.clip) if options.clip else optax.identity(),
       make_optimizer(options, schedule, params))
+  mesh, head_dim = target.mesh, target.config.head_dim
+  params, opt_state = placement.start(optimizer, params, mesh, head_dim)
   zero = jnp.zeros((), jnp.int32)
-  state = TrainState(params, optimizer.init(params), zero, zero + 0, zero + 0)
-  kind = getattr(module, "kind", "")
-  return Setup(graph, frozen, target.graph, optimizer, options, schedule, kind), state
+  state = sharding.place(TrainState(params, opt_state, zero, zero + 0, zero + 0), mesh, head_dim)
+  frozen, kind = sharding.place(frozen, mesh, head_dim), getattr(module, "kind", "")
+  return Setup(graph, frozen, target.graph, optimizer, options, schedule, kind, mesh,
+               head_dim), state
 
 
 _LONGEST = 16  # times as long as wide: beyond that a matrix is a table with a row for each id
@@ -250,7 +268,7 @@ def batch_sums(
     rest["weight"] = losses.dpace(
         likely.reshape(there.shape), there, rest["block"], rest["depth"], states.blocks,
         module.depths)
-  return losses.chunked_sums(token_sums, hidden, trained, rest, options.chunk)
+  return losses.chunked_sums(token_sums, hidden, trained, rest, options.chunk, setup.mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("state",))
@@ -266,6 +284,7 @@ def train_step(setup: Setup, state: TrainState, frozen: Any, target_params: Any,
     return sums["loss"] / jnp.where(sums["weight"] > 0, sums["weight"], 1.0), sums
 
   (loss, sums), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+  grads = sharding.pin(grads, setup.mesh, setup.head_dim)  # each sums its own slice
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(loss) & jnp.isfinite(norm)
   usable = finite & (sums["weight"] > 0)
@@ -277,7 +296,8 @@ def train_step(setup: Setup, state: TrainState, frozen: Any, target_params: Any,
       step=state.step + (sums["weight"] > 0),
       bad=jnp.where(finite, 0, state.bad + 1),
       skipped=state.skipped + ~finite)
-  return state, sums | {"grad_norm": norm, "bad": state.bad, "skipped": state.skipped}
+  sums |= {"grad_norm": norm, "bad": state.bad, "skipped": state.skipped}
+  return sharding.pin(state, setup.mesh, setup.head_dim), sharding.replicated(sums, setup.mesh)
 
 
 def drafter_of(setup: Setup, params: Any, frozen: Any) -> nnx.Module:
@@ -290,14 +310,16 @@ def drafter_of(setup: Setup, params: Any, frozen: Any) -> nnx.Module:
 @functools.partial(jax.jit, static_argnames=("setup",))
 def validation_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict):
   """The sums of a batch, without a gradient."""
-  return batch_sums(setup, params, frozen, target_params, batch)
+  return sharding.replicated(
+      batch_sums(setup, params, frozen, target_params, batch), setup.mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("setup",))
 def validation_chances(setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict):
   """How probably each supervised token is an accepted draft (`replay.packed_chances`)."""
   module = drafter_of(setup, params, frozen)
-  return replay.packed_chances(module, nnx.merge(setup.target, target_params), batch, REPLAYED)
+  return sharding.replicated(replay.packed_chances(
+      module, nnx.merge(setup.target, target_params), batch, REPLAYED), setup.mesh)
 
 
 def validate(setup: Setup, params: Any, target_params: Any, batches: Iterable[dict]) -> dict:
@@ -305,10 +327,12 @@ def validate(setup: Setup, params: Any, target_params: Any, batches: Iterable[di
   total: dict[str, np.ndarray] = {}
   replayed: dict[str, np.ndarray] = {}
   for batch in batches:
-    sums = jax.device_get(validation_sums(setup, params, setup.frozen, target_params, batch))
+    placed = sharding.place_rows(batch, setup.mesh)
+    sums = jax.device_get(validation_sums(setup, params, setup.frozen, target_params, placed))
     total = {name: total.get(name, 0.0) + value for name, value in sums.items()}
     if "hidden" in batch and setup.kind in replay.PACKED:
-      chances = np.asarray(validation_chances(setup, params, setup.frozen, target_params, batch))
+      chances = np.asarray(
+          validation_chances(setup, params, setup.frozen, target_params, placed))
       found = replay.packed_rounds(chances, batch, setup.kind, REPLAYED)
       replayed |= {name: replayed.get(name, 0.0) + value for name, value in found.items()}
   # In the unit of the report: tokens per round of decoding REPLAYED drafts a round.
@@ -318,24 +342,10 @@ def validate(setup: Setup, params: Any, target_params: Any, batches: Iterable[di
 # The loop.
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "taps"))
-def _features(graph: Any, params: Any, taps: tuple[int, ...], tokens, positions, segments):
-  """Outputs [R, T, F] of the tapped layers of the target."""
-  return nnx.merge(graph, params).hidden(
-      tokens, positions, taps=taps, segments=segments).features.astype(jnp.bfloat16)
-
-
-def with_features(batch: dict, taps: tuple[int, ...], target: Target) -> dict:
-  """The batch with the features it lacks: the target runs (features.mode=online)."""
-  if not taps or "features" in batch:
-    return batch
-  return batch | {"features": _features(
-      target.graph, target.params, taps, *(batch[n] for n in ("tokens", "positions", "segments")))}
-
-
 def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path, began: float):
   """Trains for the planned steps and writes the best drafter; returns counts for the manifest."""
   steps = planned_steps(cfg, target, module, packer, folder, began)
+  distributed.agree("train: answers and steps", [len(packer.documents), len(held), steps])
   setup, state = make_setup(cfg, target, module, steps)
   programs = curriculum(setup, module)
   every = cfg.train.eval_every or max(1, steps // 10)
@@ -362,13 +372,14 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
           batch = ahead.batch(step)
         batch = with_features(batch, module.taps, target)
         state, sums = train_step(
-            programs.at(step, steps), state, setup.frozen, target.params, batch)
+            programs.at(step, steps), state, setup.frozen, target.params,
+            sharding.place_rows(batch, setup.mesh))
         step += 1
         note = None if last is None else log.step(*last, setup, packer)
         last = (step, sums)
         bar.advance(1, amount=float(batch["weight"].sum()), note=note)
-        late = time.monotonic() > deadline and step - first >= _LEAST_STEPS
-        stopping = stop.requested
+        stopping, late = stop.agreed(
+            step, late=time.monotonic() > deadline and step - first >= _LEAST_STEPS)
         due = step % every == 0 or step == steps or late
         if due or stopping:  # what a checkpoint holds is also in the log
           log.step(*last, setup, packer)
@@ -396,8 +407,9 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
     if extra["best"] is None:
       raise UserError(f"train: no validation was finite; lower train.lr={cfg.train.lr}")
     best = saved.restore(state, step=saved.best_step)
-  final = nnx.merge(setup.graph, best.state.params, setup.frozen)
-  drafters.save_drafter(folder / "drafter", final, target, step=best.step)
+  final = nnx.merge(setup.graph, *sharding.fetch((best.state.params, setup.frozen)))
+  if distributed.is_primary():
+    drafters.save_drafter(folder / "drafter", final, target, step=best.step)
   record = best.extra["best"]
   print(f"{STAGE}: best step {best.step}, validation alpha {record['alpha']:.3f}, "
         f"greedy match {record['greedy_match']:.3f}" + (
@@ -417,7 +429,7 @@ def planned_steps(cfg, target, module, packer: Packer, folder: Path, began: floa
   if cfg.train.steps:
     return cfg.train.steps
   path = folder / "plan.json"
-  if path.exists():
+  if distributed.from_primary("train: plan", path.exists()):
     try:
       return int(json.loads(path.read_text())["steps"])
     except (ValueError, TypeError, KeyError):
@@ -429,13 +441,16 @@ def planned_steps(cfg, target, module, packer: Packer, folder: Path, began: floa
     for step in range(_CALIBRATION):
       clock = time.monotonic()
       batch = with_features(packer.batch(step), module.taps, target)
-      state, sums = train_step(part, state, setup.frozen, target.params, batch)
+      state, sums = train_step(part, state, setup.frozen, target.params,
+                               sharding.place_rows(batch, setup.mesh))
       jax.block_until_ready(sums)
       times.append(time.monotonic() - clock)
     second += share * float(np.median(times[1:]))
   left = cfg.train.budget_s - (time.monotonic() - began)
-  steps = max(_LEAST_STEPS, int(0.92 * left / second))
-  manifest.write_json(path, {"steps": steps, "seconds_per_step": second})
+  steps = distributed.from_primary(
+      "train: planned steps", max(_LEAST_STEPS, int(0.92 * left / second)))
+  if distributed.is_primary():
+    manifest.write_json(path, {"steps": steps, "seconds_per_step": second})
   if steps * second > left:
     print(f"{STAGE}: train.budget_s={cfg.train.budget_s:g} is short for reading, compiling and "
           f"{_LEAST_STEPS} steps of {second:.3f} s; it takes these steps all the same", flush=True)

@@ -171,7 +171,8 @@ def small_lm(
   if "embed" in own:
     own.setdefault("head", own["embed"])
   divisors = np.asarray(tensors["rope_freqs"]) if "rope_freqs" in tensors else None
-  module = SmallLM(config, tensor, embed=own.get("embed"), rope_divisors=divisors)
+  module = SmallLM(
+      config, tensor, embed=own.get("embed"), rope_divisors=divisors, mesh=target.mesh)
   if "head" in own:
     module.set_head(config, own["head"], draft_ids, own=True)
   else:
@@ -193,7 +194,7 @@ def lent_head(target: Target, draft_ids: np.ndarray | None, dtype: Any) -> Array
   if draft_ids is None and dtype == DTYPES[target.dtype]:
     return None
   rows = target.module.head_weight()
-  return jnp.asarray(rows if draft_ids is None else rows[jnp.asarray(draft_ids)], dtype)
+  return jnp.asarray(rows if draft_ids is None else rows[np.asarray(draft_ids)], dtype)
 
 
 def build(
@@ -242,7 +243,7 @@ def build(
   lent = lent_head(target, draft_ids, low) if head is None else None
   module = DRAFTERS[kind](
       config, _checked(tensors, shapes, low), head=lent, draft_ids=draft_ids,
-      rope_divisors=divisors, **settings)
+      rope_divisors=divisors, mesh=target.mesh, **settings)
   if head is not None:
     module.set_head(config, jnp.asarray(head, low), draft_ids, own=True, trained=True)
   return module
