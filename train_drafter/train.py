@@ -47,6 +47,7 @@ from train_drafter.extract import open_features, with_features
 from train_drafter.generate import load_answers, target_id
 from train_drafter.metrics import MetricLog, Profile, means, quality
 from train_drafter.on_policy import OnPolicy
+from train_drafter.optimizer import make_optimizer
 from train_drafter.progress import Bar
 from train_drafter.start import begin_with, initial_drafter
 
@@ -171,26 +172,6 @@ def make_setup(cfg: Config, target: Target, module: Any, steps: int) -> tuple[Se
   frozen, kind = sharding.place(frozen, mesh, head_dim), getattr(module, "kind", "")
   return Setup(graph, frozen, target.graph, optimizer, options, schedule, kind, mesh,
                head_dim), state
-
-
-_LONGEST = 16  # times as long as wide: beyond that a matrix is a table with a row for each id
-_MUON_RMS = 0.2  # of a step over its rate: about that of Adam, so that one rate suits both
-
-
-def make_optimizer(
-    options: TrainConfig, schedule: optax.Schedule, params: Any) -> optax.GradientTransformation:
-  """AdamW, or Muon for the matrices between hidden states and AdamW for everything else."""
-  decayed = jax.tree.map(lambda x: x.ndim > 1, params)
-  if options.optimizer == "adamw":
-    return optax.adamw(
-        schedule, b2=options.beta2, weight_decay=options.weight_decay, mask=decayed)
-  numbers = jax.tree.map(
-      lambda x: optax.contrib.MuonDimensionNumbers()
-      if x.ndim == 2 and max(x.shape) <= _LONGEST * min(x.shape) else None, params)
-  return optax.contrib.muon(
-      schedule, weight_decay=options.weight_decay, weight_decay_mask=decayed,
-      adam_b2=options.beta2, adam_weight_decay=options.weight_decay,
-      muon_weight_dimension_numbers=numbers, consistent_rms=_MUON_RMS)
 
 
 def batch_sums(

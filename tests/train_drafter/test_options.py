@@ -16,6 +16,7 @@ from tests import tiny
 from tests.train_drafter.training import documents, make_config, pack
 from train_drafter import config as config_lib
 from train_drafter import losses, metrics, train
+from train_drafter.optimizer import make_optimizer
 
 LAYERS = 8
 
@@ -162,7 +163,7 @@ def test_muon_moves_matrices_alone(target):
 def test_a_table_is_no_matrix_for_muon():
   cfg = make_config(optimizer="muon")
   params = {"table": np.zeros((400, 8)), "matrix": np.zeros((16, 8)), "norm": np.zeros(8)}
-  optimizer = train.make_optimizer(cfg.train, lambda step: 1.0, params)
+  optimizer = make_optimizer(cfg.train, lambda step: 1.0, params)
   grads = jax.tree.map(lambda x: np.random.default_rng(0).normal(size=x.shape), params)
   updates, _ = optimizer.update(grads, optimizer.init(params), params)
   table = np.abs(updates["table"])  # the first step of Adam: all entries are one size
