@@ -80,6 +80,9 @@ def run(cfg: Config, workdir: Path) -> Path:
   manifest.finish(folder, opened, counts, "*/*")
   print(f"{STAGE}: {out}, tau {counts['tau']:.2f} on {len(golden)} golden prompts, "
         f"{counts['identical']} of them identical to plain decoding\n{serve}")
+  if not cfg.export.target_name and (form.target == "demo" or form.target.endswith(".gguf")):
+    print(f"{STAGE}: servers do not load target.source={cfg.target.source!r}: "
+          "export.target_name says what they load in its place")
   return folder
 
 

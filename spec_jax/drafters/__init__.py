@@ -182,7 +182,7 @@ def small_lm(
 
 def lend_head(module: LearnedDrafter, target: Target) -> None:
   """Gives a drafter without a head of its own the target's rows again, in the target's dtype."""
-  ids = module.draft_ids[...] if hasattr(module, "draft_ids") else None
+  ids = np.asarray(module.draft_ids[...]) if hasattr(module, "draft_ids") else None
   if hasattr(module, "head"):
     del module.head
   module.set_head(module.config, lent_head(target, ids, DTYPES[target.dtype]), ids)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from flax import nnx
 
 import spec_jax
@@ -26,7 +27,7 @@ from spec_jax.drafters.head import LearnedDrafter
 from spec_jax.sampling import Sampling
 from spec_jax.target import Target
 from spec_jax.types import Context
-from spec_jax.weights import published
+from spec_jax.weights import pickled, published
 from spec_jax.weights.forms import Form
 
 pytestmark = pytest.mark.interop
@@ -123,6 +124,22 @@ def changed(module, target, seed):
 
 def close(ours, theirs):
   np.testing.assert_allclose(ours, theirs, atol=TOLERANCE, rtol=0)
+
+
+def test_what_torch_pickles_is_read(reference, tmp_path):
+  """The peers' eagle3 as pytorch_model.bin, one tensor of it in half precision."""
+  stored = reference["folder"] / "eagle3" / "model.safetensors"
+  program = ("import sys, torch, safetensors.torch as s; t = s.load_file(sys.argv[1]); "
+             "t['norm.weight'] = t['norm.weight'].bfloat16(); torch.save(t, sys.argv[2])")
+  subprocess.run([str(reference["python"]), "-c", program, stored, tmp_path / pickled.FILE],
+                 check=True)
+  found = pickled.read(tmp_path / pickled.FILE)
+  wanted = safetensors.numpy.load_file(stored)
+  assert set(found) == set(wanted)
+  for name, value in wanted.items():
+    same = value.astype(found[name].dtype)
+    np.testing.assert_array_equal(found[name], same, err_msg=name)
+    assert found[name].dtype == value.dtype or name == "norm.weight"
 
 
 def test_layers_that_are_read(reference):

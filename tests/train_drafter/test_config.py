@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 NAN, INF = float("nan"), float("inf")
 
 BAD = [
-    ("export.format", "onnx"), ("export.license", 1), ("train.init_from", 3),
+    ("export.format", "onnx"), ("export.license", 1), ("export.target_name", 2),
+    ("train.init_from", 3),
     ("target.dtype", "float16"), ("target.source", 3),
     ("prompts.count", -1), ("prompts.self_written", -1), ("prompts.self_written_top_p", 0.0),
     ("prompts.self_written_top_p", 1.5), ("prompts.eval_per_category", -2),

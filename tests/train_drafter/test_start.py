@@ -41,7 +41,7 @@ def written(tmp_path_factory):
   return root
 
 
-def config_for(written, kind, **changes):
+def config_for(written, kind, /, **changes):
   """A config that describes the folder of a kind."""
   cfg = training.make_config(**LONG)
   cfg.train.init_from = str(written / kind)
