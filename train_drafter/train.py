@@ -183,14 +183,16 @@ def make_optimizer(
       muon_weight_dimension_numbers=numbers, consistent_rms=_MUON_RMS)
 
 
-def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict):
+def batch_sums(
+    setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict, states: Any = None):
   """Sums over the states that predict something: loss and its weight; and, by place in the draft,
-  alpha, greedy match, the teacher's mass on the draft vocabulary, and their count."""
+  alpha, greedy match, the teacher's mass on the draft vocabulary, and their count. `states` are
+  those of `train_states` where they are known."""
   options = setup.options
   module = drafter_of(setup, params, frozen)
   target = nnx.merge(setup.target, target_params)
-  key = jax.random.fold_in(jax.random.key(options.seed), batch["step"])
-  states = module.train_states(batch, target, key)
+  if states is None:
+    states = module.train_states(batch, target, _batch_key(setup, batch))
   ids = module.draft_ids[...] if hasattr(module, "draft_ids") else None
   head = module.head_weight(target)  # frozen: also the teacher's
   following = jnp.roll(batch["tokens"].reshape(-1), -1)[batch["place"]]  # the data token
@@ -281,6 +283,10 @@ def train_step(setup: Setup, state: TrainState, frozen: Any, target_params: Any,
   return state, sums | {"grad_norm": norm, "bad": state.bad, "skipped": state.skipped}
 
 
+def _batch_key(setup: Setup, batch: dict) -> jax.Array:
+  return jax.random.fold_in(jax.random.key(setup.options.seed), batch["step"])
+
+
 def drafter_of(setup: Setup, params: Any, frozen: Any) -> nnx.Module:
   """The drafter of the parameters, in the dtype it computes in."""
   low = jnp.dtype(setup.options.dtype)
@@ -288,17 +294,16 @@ def drafter_of(setup: Setup, params: Any, frozen: Any) -> nnx.Module:
   return nnx.merge(setup.graph, params, frozen)
 
 
-@functools.partial(jax.jit, static_argnames=("setup",))
-def validation_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict):
-  """The sums of a batch, without a gradient."""
-  return batch_sums(setup, params, frozen, target_params, batch)
-
-
-@functools.partial(jax.jit, static_argnames=("setup",))
-def validation_chances(setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict):
-  """How probably each supervised token is an accepted draft (`replay.packed_chances`)."""
+@functools.partial(jax.jit, static_argnames=("setup", "replayed"))
+def validation_sums(
+    setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict, replayed: bool):
+  """The sums of a batch, without a gradient, and if `replayed` (else None) how probably each
+  supervised token is an accepted draft (`replay.packed_chances`)."""
   module = drafter_of(setup, params, frozen)
-  return replay.packed_chances(module, nnx.merge(setup.target, target_params), batch, REPLAYED)
+  target = nnx.merge(setup.target, target_params)
+  states = module.train_states(batch, target, _batch_key(setup, batch))
+  sums = batch_sums(setup, params, frozen, target_params, batch, states)
+  return sums, replay.packed_chances(module, target, batch, REPLAYED, states) if replayed else None
 
 
 def validate(setup: Setup, params: Any, target_params: Any, batches: Iterable[dict]) -> dict:
@@ -306,10 +311,11 @@ def validate(setup: Setup, params: Any, target_params: Any, batches: Iterable[di
   total: dict[str, np.ndarray] = {}
   replayed: dict[str, np.ndarray] = {}
   for batch in batches:
-    sums = jax.device_get(validation_sums(setup, params, setup.frozen, target_params, batch))
+    sums, chances = jax.device_get(validation_sums(
+        setup, params, setup.frozen, target_params, batch,
+        "hidden" in batch and setup.kind in replay.PACKED))
     total = {name: total.get(name, 0.0) + value for name, value in sums.items()}
-    if "hidden" in batch and setup.kind in replay.PACKED:
-      chances = np.asarray(validation_chances(setup, params, setup.frozen, target_params, batch))
+    if chances is not None:
       found = replay.packed_rounds(chances, batch, setup.kind, REPLAYED)
       replayed |= {name: replayed.get(name, 0.0) + value for name, value in found.items()}
   # In the unit of the report: tokens per round of decoding REPLAYED drafts a round.
