@@ -37,6 +37,7 @@ _CSS = """
 @media print{:root{color-scheme:light;--bg:#fff;--ink:#000;--muted:#444;--line:#bbb;--soft:#f4f5f7;
 --warn:#fff;--warnline:#000;LIGHT}nav{display:none}.scroll{overflow:visible!important}
 main{max-width:none!important;padding:0!important}table{font-size:7.5pt!important}
+.pair{grid-template-columns:1fr 1fr!important}
 details::details-content{content-visibility:visible;height:auto}
 figure,tr,.tile{break-inside:avoid}h2,h3{break-after:avoid}}
 *{box-sizing:border-box}

@@ -96,7 +96,7 @@ def times_table(report: Mapping[str, Any]) -> Table:
   return Table(
       "Times", ["dtype", "decoding", "T", "tokens/s", "/ fastest\nplain", "ms per\ntoken",
                 "prefill\nms", "compile\ns", "saved\ns"], rows if known else [],
-      "prefill and compilation are in no rate; compile: of a first decode beyond a second\n"
+      "prefill and compilation are in no rate; compile: of a first decode beyond a second "
       "one; saved: what the compilation cache spared it", text_columns=2)
 
 
@@ -170,7 +170,7 @@ def prediction_table(report: Mapping[str, Any]) -> Table:
       "Predicted speed-up S = τ / (c + v)", [
           "dtype", "K", "S", "measured S\n(95 %)", "best", "τ", "c", "v(K+1)", "S,\ntimed",
           "pooled\nS", "error\n%"], rows,
-      "measured S: median over prompts; S, timed: predicted for the timed prompts, to be\n"
+      "measured S: median over prompts; S, timed: predicted for the timed prompts, to be "
       "held against the pooled S of the same prompts (error); plain: no K pays")
 
 
@@ -278,7 +278,7 @@ def measured_tables(report: Mapping[str, Any]) -> list[Table]:
     out.append(Table(
         what, ["dtype", axis, "K", "S", "best", "spec.\ntok/s", "plain\ntok/s", "c", "v(K+1)",
                "plain step\nms"], rows,
-        "costs measured here, in plain steps of the same batch and context; τ of the\n"
+        "costs measured here, in plain steps of the same batch and context; τ of the "
         "evaluation prompts; plain: no K pays"))
   return out
 
@@ -301,7 +301,7 @@ def chips_table(found: Mapping[str, Any]) -> Table:
       "Roofline: this target on named accelerators", [
           "accelerator", "plain\nceiling", f"at {context}\nplain", f"at {context}\nspec.", "S", "K",
           "cache\ntokens", "with\ndrafter", "bandwidth", "peak bf16", "memory"], rows,
-      "tokens per second of one sequence; plain ceiling: bandwidth / bytes of weights; the other\n"
+      "tokens per second of one sequence; plain ceiling: bandwidth / bytes of weights; the other "
       f"columns behind {context} tokens of context")
 
 
