@@ -52,12 +52,12 @@ def computed_tables(report: Mapping[str, Any]) -> list[Table]:
 
 def lines(report: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
   """Headings and sentences, some of them empty."""
+  measured = (report.get("whatif") or {}).get("measured") or {}
   return [("The plain side", plain_lines(report)),
           ("Replay against decoding", agreement_lines(report)),
           ("Prediction against measurement", prediction_lines(report)),
-          ("Memory", memory_lines(report)), ("Controls", control_lines(report)),
-          ("Where speculation pays", payoff.lines((report.get("whatif") or {}).get(
-              "measured") or {}))]
+          ("What the drafter takes away", memory_lines(report)),
+          ("Controls", control_lines(report)), ("Where speculation pays", payoff.lines(measured))]
 
 
 def ranked(settings: Sequence[Mapping[str, Any]]) -> list[str]:
