@@ -27,7 +27,10 @@ def get_config(arg: str = "") -> Config:
   cfg.evaluate.identity_per_category = 2
   cfg.evaluate.speed_prompts = 6
   cfg.evaluate.cost_dtypes = ("bfloat16",)
-  cfg.evaluate.batch_sizes = ()
+  # Minutes more, and worth them on a quiet machine: costs of batches and long contexts, and the
+  # target that drafts for itself.
+  cfg.evaluate.batch_sizes = cfg.evaluate.contexts = ()
+  cfg.evaluate.self_prompts = 0
   cfg.evaluate.batch_size = 36
   cfg.evaluate.untrained_per_category = 2
   return cfg

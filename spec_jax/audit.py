@@ -80,27 +80,14 @@ def audit(
   names = [str(i) for i in range(len(prompts))] if names is None else list(names)
   for name, prompt in zip(names, prompts, strict=True):
     _check_length(name, prompt, target)
-  # The longest prompts first: neighbours in the queue then need about the same prefill.
-  order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-
   shapes: set[tuple[int, int]] = set()  # rows and capacity of what decodes speculatively
 
   def decode(way, with_drafter, force_reject=False):
-    run = Run(
-        target, with_drafter, [prompts[i] for i in order], draft_len=draft_len,
+    return decode_all(
+        target, with_drafter, prompts, range(len(prompts)), draft_len=draft_len,
         max_new_tokens=max_new_tokens, batch_size=batch_size, force_reject=force_reject,
-        sequence_ids=order)
-    done = {}
-    for group in run.buckets().values():
-      widest = max(len(prompts[order[k]]) for k in group)
-      size = -(-widest // identity.WIDTH) * identity.WIDTH
-      if with_drafter is not None:
-        shapes.add((min(batch_size, len(group)), size + run.max_new + draft_len + 1))
-      for row in run.bucket(size, group):
-        done[order[row.index]] = row
-        if on_finish is not None:
-          on_finish(way, row)
-    return done
+        on_finish=None if on_finish is None else lambda row: on_finish(way, row),
+        on_shape=lambda *shape: None if with_drafter is None else shapes.add(shape))
 
   decodes = Decodes(
       decode("speculative", drafter), decode("same-shape", drafter, True), decode("width 1", None))
@@ -164,6 +151,44 @@ def audit(
       "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
   }
   return certificate, decodes
+
+
+def decode_all(
+    target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]],
+    members: Sequence[int], *, batch_size: int,
+    on_finish: Callable[[Finished], None] | None = None,
+    on_shape: Callable[[int, int], Any] | None = None, **options: Any) -> dict[int, Finished]:
+  """Decodes some of the prompts, bucket by bucket, the rows refilled.
+
+  Args:
+    target: from `load_target`.
+    drafter: None for plain decoding.
+    prompts: token ids.
+    members: indices of those that are decoded; they seed the sampling too.
+    batch_size: rows decoded together.
+    on_finish: called with each row that ends.
+    on_shape: called with the rows and the capacity of each batch.
+    **options: of `spec_jax.generate.Run`.
+
+  Returns:
+    The finished rows by index in `prompts`.
+  """
+  # The longest prompts first: neighbours in the queue then need about the same prefill.
+  order = sorted(members, key=lambda i: -len(prompts[i]))
+  run = Run(target, drafter, [prompts[i] for i in order], batch_size=batch_size,
+            sequence_ids=order, **options)
+  done = {}
+  for group in run.buckets().values():
+    # Narrower than the bucket where its prompts are: attention reads the whole capacity.
+    widest = max(len(prompts[order[k]]) for k in group)
+    size = -(-widest // identity.WIDTH) * identity.WIDTH
+    if on_shape is not None:
+      on_shape(min(batch_size, len(group)), size + run.max_new + run.program.draft_len + 1)
+    for row in run.bucket(size, group):
+      done[order[row.index]] = row
+      if on_finish is not None:
+        on_finish(row)
+  return done
 
 
 def _check_length(name, prompt, target):

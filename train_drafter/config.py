@@ -147,9 +147,12 @@ class EvaluateConfig:
   max_new_tokens: int = 128
   batch_size: int = 32
   untrained_per_category: int = 4  # prompts of the untrained control; 0 for all
+  self_prompts: int = 4  # prompts that the target also drafts for itself; 0 for none
   same_shape: bool = True  # greedy text of all prompts against the same-shape baseline
   # Sequences decoded together whose costs are measured, up to a second a pass (in `dtype`).
   batch_sizes: tuple[int, ...] = (1, 4, 16, 64)
+  # Tokens in the cache behind which costs are measured, as many as the models hold (in `dtype`).
+  contexts: tuple[int, ...] = (256, 1024, 4096)
   speed_prompts: int = 9  # timed one by one, plain and speculative interleaved; 0 for all
   ngram: str = "ngram:3-1"
   lookup: str = ""  # MAX-MIN, such as 3-2: also measure prompt lookup over the trained drafter
@@ -215,7 +218,7 @@ _AT_LEAST = {  # field -> smallest value allowed
     "train.weight_decay": 0,
     "evaluate.draft_len": 1, "evaluate.max_new_tokens": 1, "evaluate.batch_size": 1,
     "evaluate.speed_prompts": 0, "evaluate.identity_per_category": 0,
-    "evaluate.untrained_per_category": 0, "export.prompts": 1,
+    "evaluate.untrained_per_category": 0, "evaluate.self_prompts": 0, "export.prompts": 1,
     "mesh.data": -1, "mesh.fsdp": 1, "mesh.tensor": 1}
 _ONE_OF = {
     "target.dtype": DTYPES, "train.dtype": DTYPES, "evaluate.dtype": DTYPES,
@@ -255,7 +258,7 @@ def validate(cfg: Config) -> None:
   for name in ("evaluate.speed_dtypes", "evaluate.cost_dtypes"):
     if not set(_get(cfg, name)) <= set(DTYPES):
       raise UserError(f"{name}={_get(cfg, name)} must be among {', '.join(DTYPES)}")
-  for name in ("evaluate.more_draft_lens", "evaluate.batch_sizes"):
+  for name in ("evaluate.more_draft_lens", "evaluate.batch_sizes", "evaluate.contexts"):
     if any(value < 1 for value in _get(cfg, name)):
       raise UserError(f"{name}={_get(cfg, name)} must be at least 1")
   known = [name for name in RULES if name != "greedy"]

@@ -26,10 +26,10 @@ from spec_jax import drafters as drafters_lib
 from spec_jax import records as metrics
 from spec_jax.drafters import Drafter
 from spec_jax.errors import UserError
-from spec_jax.generate import Finished, Run, encode_prompt
+from spec_jax.generate import Finished, encode_prompt
 from spec_jax.target import Target
 from train_drafter import config as config_lib
-from train_drafter import forecast, manifest, placement, report, speed, whatif
+from train_drafter import forecast, manifest, placement, report, speed, timings, whatif
 from train_drafter.config import Config
 from train_drafter.conversations import prompt_files
 from train_drafter.documents import draft_vocabulary
@@ -41,10 +41,9 @@ from train_drafter.provenance import prompt_hashes, provenance
 from train_drafter.train import initial_drafter
 
 STAGE = "evaluate"
-NGRAM, LOOKUP, UNTRAINED = "ngram", "lookup", "untrained"
+NGRAM, LOOKUP, UNTRAINED, SELF = "ngram", "lookup", "untrained", "self"
 _WIDTH = identity.WIDTH
 _COST_REPEATS = 11
-_LEAST_TIMED = 8  # rounds' worth of tokens below which a decode is too short to time
 _PROBED = 4  # prompts whose text the rounding between pass widths is measured with
 
 
@@ -78,6 +77,8 @@ class Bench:
 
   def _drafter(self, name):
     dtype = self.cfg.evaluate.drafter_dtype
+    if name == SELF:
+      return spec_jax.load_drafter(SELF, self.target)
     if name == NGRAM:
       return spec_jax.load_drafter(self.cfg.evaluate.ngram, self.target)
     folder = self.workdir / "train" / "drafter"
@@ -100,21 +101,31 @@ class Bench:
         kept.append(i)
     return kept
 
-  def timed(self) -> list[int]:
-    """Indices of the prompts that are timed: taken from the categories in turn."""
+  def in_turn(self, count: int) -> list[int]:
+    """Indices of so many prompts, taken from the categories in turn; all of them for 0."""
     place: dict[str, int] = {}
     order = []
     for i, prompt in enumerate(self.prompts):
       place[prompt["category"]] = place.get(prompt["category"], 0) + 1
       order.append((place[prompt["category"]], i))
     ranked = [i for _, i in sorted(order)]
-    return ranked[:self.cfg.evaluate.speed_prompts or len(ranked)]
+    return ranked[:count or len(ranked)]
+
+  def timed(self) -> list[int]:
+    """Indices of the prompts that are timed."""
+    return self.in_turn(self.cfg.evaluate.speed_prompts)
+
+  def decoded(self, name: str) -> list[int]:
+    """Indices of the prompts that a drafter decodes: the dear controls have a few."""
+    if name == SELF:
+      return sorted(self.in_turn(self.cfg.evaluate.self_prompts))
+    return self.spread(self.cfg.evaluate.untrained_per_category if name == UNTRAINED else 0)
 
 
 def names(cfg: Config) -> list[str]:
   """Every drafter that is measured, the trained one first."""
-  lookup = [LOOKUP] if cfg.evaluate.lookup else []
-  return [cfg.drafter.kind, NGRAM, *lookup, UNTRAINED]
+  lookup, own = [LOOKUP] * bool(cfg.evaluate.lookup), [SELF] * bool(cfg.evaluate.self_prompts)
+  return [cfg.drafter.kind, NGRAM, *lookup, UNTRAINED, *own]
 
 
 def run(cfg: Config, workdir: Path) -> Path:
@@ -217,10 +228,8 @@ def acceptance(
   """Records of one drafter at one setting; decoded unless they lie there already."""
   path = records_path(bench.workdir, name, temperature, rule, draft_len)
   if not path.exists():
-    options = bench.cfg.evaluate
-    members = bench.spread(options.untrained_per_category if name == UNTRAINED else 0)
     done = decode_all(
-        bench, bench.drafter(name), members, temperature, rule, draft_len=draft_len,
+        bench, bench.drafter(name), bench.decoded(name), temperature, rule, draft_len=draft_len,
         title=f"{name} T={temperature:g} {rule}" + (f" K={draft_len}" if draft_len else ""))
     rows = [{"id": bench.prompts[i]["id"], "category": bench.prompts[i]["category"],
              "records": row.records, "tokens": row.tokens} for i, row in sorted(done.items())]
@@ -230,24 +239,15 @@ def acceptance(
 
 def decode_all(
     bench: Bench, drafter: Drafter | None, members: Sequence[int], temperature: float, rule: str, *,
-    title: str, force_reject: bool = False, draft_len: int = 0) -> dict[int, Finished]:
-  """Decodes the prompts `members`, bucket by bucket, the rows refilled; by index."""
+    title: str, draft_len: int = 0) -> dict[int, Finished]:
+  """Decodes the prompts `members`; by index."""
   options = bench.cfg.evaluate
-  # The longest prompts first: neighbours in the queue then need about the same prefill.
-  members = sorted(members, key=lambda i: -len(bench.ids[i]))
-  work = Run(
-      bench.target, drafter, [bench.ids[i] for i in members],
-      draft_len=draft_len or options.draft_len,
-      temperature=temperature, rule=rule, max_new_tokens=options.max_new_tokens, seed=options.seed,
-      batch_size=options.batch_size, force_reject=force_reject, sequence_ids=members)
-  done: dict[int, Finished] = {}
   with Bar(title, total=len(members)) as bar:
-    for group in work.buckets().values():
-      # Narrower than the bucket where its prompts are: attention reads the whole capacity.
-      for row in work.bucket(bench.width([members[k] for k in group]), group):
-        done[members[row.index]] = row
-        bar.advance(1, amount=len(row.tokens))
-  return done
+    return audit.decode_all(
+        bench.target, drafter, bench.ids, members, draft_len=draft_len or options.draft_len,
+        temperature=temperature, rule=rule, max_new_tokens=options.max_new_tokens,
+        seed=options.seed, batch_size=options.batch_size,
+        on_finish=lambda row: bar.advance(1, amount=len(row.tokens)))
 
 
 # Identity.
@@ -300,47 +300,48 @@ def _measure_speed(bench: Bench) -> dict[str, list[dict]]:
   make = lambda drafter: speed.Single(
       bench.target, drafter, options.draft_len, size, options.max_new_tokens)
   plain = make(None)
-  timed = [name for name in names(bench.cfg)[1:] if name != UNTRAINED]
+  timed = [name for name in names(bench.cfg)[1:] if name not in (UNTRAINED, SELF)]
   sides = {name: make(bench.drafter(name)) for name in (*timed, bench.cfg.drafter.kind)}
   # The batched comparison has the same-shape baseline of its own dtype already.
   baseline = not (options.same_shape and bench.target.dtype == options.identity_dtype)
   text: dict[str, list[list[int]]] = {n: [] for n in ("plain", "same shape", *sides)}
-  clock: dict[str, list[tuple[int, float]]] = {n: [] for n in ("plain", *sides)}
-  for single in (plain, *sides.values()):
-    single(bench.ids[members[0]], budget=2)
+  fields = ("tokens", "decode_s", "prefill_s")
+  clock: dict[str, dict[str, list]] = {n: {f: [] for f in fields} for n in ("plain", *sides)}
+  warm = {n: s.warm_up(bench.ids[members[0]]) for n, s in {"plain": plain, **sides}.items()}
   with Bar(f"speed {bench.target.dtype}", total=len(members)) as bar:
     for turn, i in enumerate(members):
       order = ["plain", *sides]
       if turn % 2:
         order.reverse()  # whatever comes first meets the caches as the other side left them
       for name in order:
-        row, seconds = (plain if name == "plain" else sides[name])(bench.ids[i])
+        row, seconds = (plain if name == "plain" else sides[name]).timed(bench.ids[i])
         text[name].append(row.tokens)
         # The first token came from the prefill.
-        clock[name].append((len(row.tokens) - 1, seconds))
+        values = (len(row.tokens) - 1, seconds["decode"], seconds["prefill"])
+        for field, value in zip(fields, values, strict=True):
+          clock[name][field].append(value)
         bar.advance(0, amount=len(row.tokens))
       if baseline:
         text["same shape"].append(sides[NGRAM](bench.ids[i], force_reject=True)[0].tokens)
       bar.advance(1)
   price = speed.costs(sides, bench.ids[members[0]], _COST_REPEATS)
-  enough = [k for k, tokens in enumerate(text["plain"]) if len(tokens) > _LEAST_TIMED]
-  if not enough:
-    print(f"{STAGE}: every one of {len(members)} timed answers has at most {_LEAST_TIMED} tokens, "
-          "too few to time: no speed in the report")
+  short = timings.too_short(clock["plain"])
+  if short:
+    print(f"{STAGE}: every one of {len(members)} timed answers has at most {timings.LEAST_TIMED} "
+          "tokens, too few to time: no speed in the report")
   # Of the prompts' own text, not of the answers that are judged.
   texts = sorted((bench.ids[i] for i in members), key=len)[-_PROBED:]
   tolerance = identity.rounding_tolerance(bench.target, texts, options.draft_len)
   speeds, identities = [], []
   for name in sides:
-    ours, theirs = ([clock[n][k][0] / clock[n][k][1] for k in enough] for n in (name, "plain"))
-    if enough:
-      pair = metrics.paired_ratio(ours, theirs, seed=options.seed)
+    if not short:
+      asked = [bench.prompts[i]["id"] for i in members]
       speeds.append({
-          "dtype": bench.target.dtype, "drafter": name, "temperature": 0.0,
-          "plain_tokens_per_s": pair["b_median"], "speculative_tokens_per_s": pair["a_median"],
-          "speedup": pair["ratio"], "speedup_ci": pair["ratio_ci"], "pairs": pair["pairs"],
-          "speedup_pooled": _pooled(clock[name]) / _pooled(clock["plain"]),
-          "batch_size": 1, **price[name]})
+          "dtype": bench.target.dtype, "drafter": name, "temperature": 0.0, "batch_size": 1,
+          **timings.speed_row(asked, clock[name], clock["plain"], options.seed), **price[name],
+          **{f"{prefix}compile_{key}": seconds
+             for prefix, n in zip(timings.SIDES, (name, "plain"), strict=True)
+             for key, seconds in warm[n].items()}})
     identities.append({
         "dtype": bench.target.dtype, "drafter": name, "prompts": len(members),
         "identical_same_shape": metrics.identical_share(text[name], text["same shape"])
@@ -349,11 +350,6 @@ def _measure_speed(bench: Bench) -> dict[str, list[dict]]:
         "batch_size": 1, "decode": "speed", "tolerance": tolerance,
         "divergences": divergences(bench, members, text[name], text["plain"], tolerance)})
   return {"speed": speeds, "identity": identities}
-
-
-def _pooled(clock: Sequence[tuple[int, float]]) -> float:
-  """Tokens per second over all prompts: long answers weigh more than in a median of rates."""
-  return sum(tokens for tokens, _ in clock) / sum(seconds for _, seconds in clock)
 
 
 def divergences(
@@ -394,9 +390,7 @@ def collect(
     identities += part["identity"]
   forecasts = {name: [_read_part(path) for path in paths]
                for name, paths in forecast.part_paths(cfg, parts, settings(cfg)).items()}
-  memory = _read_part(parts / "memory.json")
-  forecasts |= {"memory": memory, "whatif": whatif.section(
-      memory, forecast.coldest_taus(forecasts["replay"]))}
+  forecasts["memory"] = _read_part(parts / "memory.json")
   report.save_evaluation(
       folder, records=rows, target=cfg.target.source, drafter=cfg.drafter.kind,
       draft_len=options.draft_len, max_new_tokens=options.max_new_tokens, speed=speeds,

@@ -20,7 +20,8 @@ from train_drafter.progress import Bar
 
 _REPEATS = 7
 _BATCH_REPEATS = 3
-_LONGEST_S = 1.0  # of a verification pass behind which no larger batch is timed
+_LONGEST_S = 1.0  # of a pass behind which no larger batch or longer context is timed
+_SHORT_LENS = (1, 3)  # K beside that of the report whose costs are measured in large batches
 
 Setting = tuple[float, str]
 
@@ -90,8 +91,9 @@ def costs(bench: Any, kept: Callable[[Path, Callable], Any]) -> dict[str, Any]:
     with Bar(f"costs {dtype}", total=decodes) as bar:
       part = cost_part(
           bench.target, drafter, [bench.ids[i] for i in members], lens, more,
-          options.batch_sizes if dtype == options.dtype else (), draft_len=options.draft_len,
-          size=bench.width(members), max_new_tokens=options.max_new_tokens, seed=options.seed,
+          *((options.batch_sizes, options.contexts) if dtype == options.dtype else ((), ())),
+          draft_len=options.draft_len, size=bench.width(members),
+          max_new_tokens=options.max_new_tokens, seed=options.seed,
           advance=lambda tokens: bar.advance(1, amount=tokens))
     return {"dtype": dtype, "prompts": [bench.prompts[i]["id"] for i in members], **part}
 
@@ -129,8 +131,9 @@ def replay_part(
 
 def cost_part(
     target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], draft_lens: Sequence[int],
-    timed: Sequence[int], batches: Sequence[int] = (), *, draft_len: int, size: int,
-    max_new_tokens: int, seed: int, advance: Callable[[int], Any]) -> dict[str, Any]:
+    timed: Sequence[int], batches: Sequence[int] = (), contexts: Sequence[int] = (), *,
+    draft_len: int, size: int, max_new_tokens: int, seed: int, advance: Callable[[int], Any],
+) -> dict[str, Any]:
   """Costs of every K, and speed-ups measured with some of them.
 
   Args:
@@ -139,7 +142,8 @@ def cost_part(
     prompts: token ids; the costs are those behind the first.
     draft_lens: K whose costs are measured.
     timed: K that decode every prompt, interleaved with plain decoding.
-    batches: numbers of rows whose costs are measured, with `draft_len`.
+    batches: numbers of rows whose costs are measured, with `draft_len` and shorter ones.
+    contexts: tokens in the cache behind which costs are measured, with the same.
     draft_len: K of the report.
     size: width of a prefill.
     max_new_tokens: of the decoding.
@@ -147,15 +151,18 @@ def cost_part(
     advance: called with the tokens of each decode.
 
   Returns:
-    The result of `speed.cost_curve`, "draft_lens"; "batches": of `speed.batch_costs`; and
-    "measured": for each of `timed` draft_len, speedup, speedup_ci, speedup_pooled and the tau of
-    these decodes.
+    The result of `speed.cost_curve`, "draft_lens"; "batches": of `speed.batch_costs`;
+    "contexts": of `speed.context_costs`; and "measured": for each of `timed` draft_len, speedup,
+    speedup_ci, speedup_pooled and the tau of these decodes.
   """
   make = lambda draft_len, draft=drafter: speed.Single(
       target, draft, draft_len, size, max_new_tokens)
   costs = speed.cost_curve(make(max(draft_lens)), prompts[0], draft_lens, _REPEATS)
+  short = sorted({K for K in (*_SHORT_LENS, draft_len) if K <= draft_len})
   many = speed.batch_costs(
-      make(draft_len), prompts[0], batches, _BATCH_REPEATS, _LONGEST_S) if batches else []
+      make(draft_len), prompts[0], batches, short, _BATCH_REPEATS, _LONGEST_S) if batches else []
+  behind = speed.context_costs(
+      make(draft_len), contexts, short, _BATCH_REPEATS, _LONGEST_S) if contexts else []
   sides = {0: make(0, None)} | {K: make(K) for K in timed} if timed else {}
   for single in sides.values():
     single(prompts[0], budget=2)
@@ -177,7 +184,8 @@ def cost_part(
     measured.append({
         "draft_len": K, "speedup": pair["ratio"], "speedup_ci": pair["ratio_ci"],
         "speedup_pooled": float(pooled(K) / pooled(0)), "tau": metrics.tau(rows[K])})
-  return {**costs, "draft_lens": list(draft_lens), "batches": many, "measured": measured}
+  return {**costs, "draft_lens": list(draft_lens), "batches": many, "contexts": behind,
+          "measured": measured}
 
 
 # Sections of the report.
@@ -223,6 +231,8 @@ def replay_section(
             f"real decoding of the same text gave {real:.3f} (difference {real - row['tau']:+.3f}, "
             f"95 % {low:+.3f} to {high:+.3f}): they DISAGREE, so the estimates of the other K and "
             "the predicted speed-ups are not to be trusted")
+    row["bias"] = row["uniform_anchor"] - (
+        row["tau"] if row["measured"] is None else row["measured"])
     out.append({name: metrics.to_plain(value) for name, value in row.items()})
   return out
 
@@ -255,7 +265,8 @@ def prediction_section(
   Returns:
     Rows; the one with the largest speedup of each dtype is "chosen". "speedup_timed" is the same
     from the tau of the timed prompts alone: that is what "measured_pooled", of all their tokens as
-    tau is, has to be held against; "measured" is the median of the prompts' ratios.
+    tau is, has to be held against, and "error" by how much it is off; "measured" is the median of
+    the prompts' ratios.
   """
   greedy = [p for p in parts if p["rule"] == "greedy"]
   out = []
@@ -273,12 +284,13 @@ def prediction_section(
       tau = _tau(part["rows"], part["lengths"].index(K))
       timed = _tau([r for r in part["rows"] if r["id"] in cost["prompts"]],
                    part["lengths"].index(K))
+      real = known.get(K, {}).get("speedup_pooled")
       row = {"dtype": cost["dtype"], "temperature": 0.0, "draft_len": K, "tau": tau,
              "draft_cost": c, "verify_cost": cost["verify"][K], "tau_timed": timed,
              "speedup": tau / total, "speedup_timed": timed / total,
              "measured": known.get(K, {}).get("speedup"),
              "measured_ci": known.get(K, {}).get("speedup_ci", [None, None]),
-             "measured_pooled": known.get(K, {}).get("speedup_pooled")}
+             "measured_pooled": real, "error": timed / total / real - 1 if real else None}
       rows.append({name: metrics.to_plain(value) for name, value in row.items()} |
                   {"chosen": False})
     if rows:

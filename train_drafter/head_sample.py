@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from spec_jax.errors import UserError
 from spec_jax.models.decoder import Decoder
 
 
@@ -49,7 +50,13 @@ def shrink(
     batch: whose tokens and greedy choices are kept.
     size: below the draft vocabulary's.
     key: of the choice.
+
+  Raises:
+    UserError: the head is the drafter's own, which is trained.
   """
+  if module.own_head:
+    raise UserError(f"train.sampled_vocab={size} needs a drafter that borrows the target's head; "
+                    "this one has a head of its own")
   head = module.head_weight(target)
   real = min(module.config.vocab_real, target.config.vocab_real)
   known = hasattr(module, "draft_ids")

@@ -286,10 +286,18 @@ def _blocks(module, batch, target, draft_len) -> Float[Array, "R A K E"]:
 
 
 def packed_chances(
-    module: Any, target: Any, batch: dict[str, Array], draft_len: int) -> Float[Array, "M J"]:
+    module: Any, target: Any, batch: dict[str, Array], draft_len: int, known: Any = None,
+) -> Float[Array, "M J"]:
   """min(1, q(x)/p(x)) of every supervised position of a packed batch (see `Packer`), from the
-  teacher's stored states: the target does not run. J is 1 (small_lm) or K (eagle3)."""
-  states = _states(module, module.kind, batch, target, (draft_len,))
+  teacher's stored states: the target does not run. J is 1 (small_lm) or K (eagle3).
+
+  `known` are the `train_states` of the batch, which serve every K of small_lm; eagle3 trains with
+  other steps and runs again.
+  """
+  if known is not None and module.kind == "small_lm":
+    states = known.hidden
+  else:
+    states = _states(module, module.kind, batch, target, (draft_len,))
   label = jnp.roll(batch["tokens"].reshape(-1), -1)[batch["place"]]
   heat = jnp.maximum(batch["temperature"], 0.0)
   teacher = batch["hidden"].astype(states.dtype)

@@ -22,18 +22,18 @@ from typing import Any
 
 from spec_jax import records as metrics
 from spec_jax.errors import UserError
-from spec_jax.identity import CAUSES
 from spec_jax.records import RowRecords
-from spec_jax.verify import RULES
-from train_drafter import forecast, manifest
+from train_drafter import forecast, manifest, payoff, timings, whatif
+from train_drafter.report_checks import acceptance_warnings, check_estimates, find
 from train_drafter.report_html import html
 from train_drafter.report_schema import (
   DEFINITIONS,
   SCHEMA_VERSION,
+  TIMES,
   validate_report,
   validate_speed,
 )
-from train_drafter.report_text import markdown, print_report, setting_label, tau_text
+from train_drafter.report_text import markdown, print_report
 from train_drafter.templates import CATEGORIES
 
 __all__ = ["build_report", "load_evaluation", "load_records", "print_report",
@@ -45,13 +45,6 @@ MEASUREMENTS_FILE = "evaluation.json"
 
 Setting = tuple[float, str]
 Records = Mapping[str, Mapping[Setting, Sequence[dict]]]
-
-# What a training estimate may predict, and where real decoding's value and interval stand.
-ESTIMATES = {
-    "tau": lambda group: (group["tau"], group["tau_ci"]),
-    "acceptance_rate": lambda group: (group["acceptance_rate"], group["acceptance_rate_ci"]),
-    "first_position": lambda group: (group["survival"][0], group["survival_ci"][0]),
-}
 
 
 def _group(rows: Sequence[dict], draft_len: int, seed: int) -> dict:
@@ -94,24 +87,18 @@ def _settings(drafter: str, by_setting: Mapping[Setting, Sequence[dict]], draft_
   return entries
 
 
-def _find(settings: Sequence[dict], temperature: float, rule: str | None = None) -> dict | None:
-  """The first entry at that temperature (and rule, if given)."""
-  for entry in settings:
-    if entry["temperature"] == temperature and rule in (None, entry["rule"]):
-      return entry
-  return None
-
-
 def _speed_rows(rows: Sequence[dict], settings: Mapping[str, Sequence[dict]]) -> list[dict]:
   """Adds temperature (0 unless given), tau and the predicted speed-up where they can be known."""
+  fastest = max((row.get("plain_tokens_per_s", 0.0) for row in rows), default=0.0)
   out = []
   for given in rows:
-    row = {"temperature": 0.0, **given}
+    row = {"temperature": 0.0, **dict.fromkeys(TIMES), **given}
     if row.get("tau") is None:
-      entry = _find(settings.get(row.get("drafter"), ()), row["temperature"])
+      entry = find(settings.get(row.get("drafter"), ()), row["temperature"])
       row["tau"] = entry["all"]["tau"] if entry else None
     cost = [row.get("draft_cost"), row.get("verify_cost")]
     known = row["tau"] is not None and None not in cost and sum(cost) > 0
+    row["over_fastest_plain"] = row.get("speculative_tokens_per_s", 0.0) / (fastest or 1.0)
     row["predicted_speedup"] = row["tau"] / sum(cost) if known else None
     out.append({name: metrics.to_plain(value) for name, value in row.items()})
   validate_speed(out)
@@ -121,8 +108,8 @@ def _speed_rows(rows: Sequence[dict], settings: Mapping[str, Sequence[dict]]) ->
 def _headline(speed: Sequence[dict]) -> dict | None:
   """The fastest drafter at the lowest temperature against the fastest plain decoding.
 
-  Within one dtype the ratio is the paired one; across dtypes it is that of the medians, which has
-  no interval.
+  Within one dtype the ratio is the paired one. Across dtypes it is that of the same prompts, which
+  were not timed in turn, or without their raw times that of the medians, which has no interval.
   """
   if not speed:
     return None
@@ -132,6 +119,11 @@ def _headline(speed: Sequence[dict]) -> dict | None:
   plain = max(rows, key=lambda row: row["plain_tokens_per_s"])
   paired = plain["dtype"] == best["dtype"]
   plain_rate = (best if paired else plain)["plain_tokens_per_s"]
+  ratio, interval = best["speedup"], best["speedup_ci"]
+  if not paired:
+    found = timings.across(best, plain) or {
+        "ratio": best["speculative_tokens_per_s"] / plain_rate, "ratio_ci": [None, None]}
+    ratio, interval = found["ratio"], found["ratio_ci"]
   return {
       "drafter": best["drafter"],
       "dtype": best["dtype"],
@@ -139,76 +131,18 @@ def _headline(speed: Sequence[dict]) -> dict | None:
       "speculative_tokens_per_s": best["speculative_tokens_per_s"],
       "plain_dtype": plain["dtype"],
       "plain_tokens_per_s": plain_rate,
-      "speedup": best["speedup"] if paired else best["speculative_tokens_per_s"] / plain_rate,
-      "speedup_ci": best["speedup_ci"] if paired else [None, None],
+      "speedup": ratio,
+      "speedup_ci": interval,
       "speedup_pooled": best.get("speedup_pooled") if paired else None,
   }
 
 
-def _check_estimates(estimates: Sequence[dict], settings: Sequence[dict],
-                     warnings: list[str]) -> list[dict]:
-  """Puts real decoding beside each training estimate and warns where they disagree."""
-  out = []
-  for given in estimates:
-    if "temperature" not in given:
-      raise UserError("report: training_estimate.temperature is missing")
-    entry = _find(settings, given["temperature"], given.get("rule"))
-    row = {**given, "checks": {}}
-    out.append(row)
-    if entry is None:
-      warnings.append(f"the training estimate is for T={given['temperature']:g}, where nothing "
-                      "was decoded: it stands unchecked")
-      continue
-    for name, look in ESTIMATES.items():
-      if given.get(name) is None:
-        continue
-      measured, interval = look(entry["all"])
-      agrees = None
-      if interval[0] is not None:
-        agrees = interval[0] <= given[name] <= interval[1]
-      row["checks"][name] = {"estimate": given[name], "measured": measured,
-                             "interval": interval, "agrees": agrees}
-      where = f"at {setting_label(entry, settings)}"
-      if agrees is None:
-        warnings.append(f"the training estimate of {name} {where} cannot be checked: too few "
-                        "prompts for an interval")
-      elif not agrees:
-        warnings.append(
-            f"the training estimate of {name} {where} is {given[name]:.3f}, real decoding gave "
-            f"{measured:.3f} ({interval[0]:.3f} to {interval[1]:.3f}): trust the latter")
-  return out
-
-
-def _acceptance_warnings(drafter: str, settings: Sequence[dict],
-                         controls: Mapping[str, dict]) -> list[str]:
-  """What a reader must know before quoting a tau of this report."""
-  out = []
-  for entry in settings:
-    where, group = setting_label(entry, settings), entry["all"]
-    if entry["rule"] in RULES and not RULES[entry["rule"]].lossless:
-      out.append(f"at {where} the rule {entry['rule']} is NOT lossless: the text does not have the "
-                 "target's law")
-    untrained = _find(controls.get("untrained", {}).get("settings", ()), entry["temperature"],
-                      entry["rule"])
-    if untrained:
-      low, high = group["tau_ci"][0], untrained["all"]["tau_ci"][1]
-      ours, floor = (low, high) if None not in (low, high) else (group["tau"],
-                                                                 untrained["all"]["tau"])
-      if ours is not None and floor is not None and ours <= floor:
-        out.append(f"at {where} {drafter} is at the floor: tau {tau_text(group)} against "
-                   f"{tau_text(untrained['all'])} of its untrained self; {CAUSES}")
-      behind = [name for name, own in entry["categories"].items()
-                if name in untrained["categories"] and own["tau"] is not None
-                and own["tau"] <= (untrained["categories"][name]["tau"] or 0)]
-      if behind:
-        out.append(f"at {where} {drafter} is not above its untrained self in: "
-                   + ", ".join(behind))
-    early, low = group["tau_before_first_loop"], group["tau_ci"][0]
-    if early is not None and low is not None and early < low:
-      out.append(f"at {where} looped output carries part of the number: tau {group['tau']:.2f}, "
-                 f"before the first loop {early:.2f} "
-                 f"({100 * group['looped_token_share']:.0f} % of the tokens are looped)")
-  return out
+def _whatif(memory: dict | None, costs: Sequence[dict], taus: dict[int, float],
+            draft_len: int) -> dict | None:
+  """Where speculation pays: as measured, and as computed where the sizes of both are known."""
+  known = whatif.section(memory, taus) if memory and "target" in memory else {}
+  measured = payoff.measured(costs, taus, draft_len)
+  return {**known, "measured": measured} if known or any(measured.values()) else None
 
 
 def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: int,
@@ -216,7 +150,7 @@ def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: i
                  provenance: dict | None = None,
                  training_estimate: dict | Sequence[dict] | None = None, seed: int = 0,
                  replay: Sequence[dict] = (), costs: Sequence[dict] = (),
-                 whatif: dict | None = None, memory: dict | None = None) -> dict:
+                 memory: dict | None = None) -> dict:
   """Turns raw records and measurements into the report.
 
   Args:
@@ -233,7 +167,7 @@ def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: i
       acceptance_rate and first_position (probability that the first draft is accepted); or a list.
     seed: of every bootstrap.
     replay, costs: parts of `train_drafter.forecast`, raw.
-    whatif, memory: sections of `train_drafter.whatif`.
+    memory: of `train_drafter.whatif`; the section "whatif" comes from it, the costs and `replay`.
 
   Returns:
     The report, valid for `validate_report`.
@@ -248,7 +182,7 @@ def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: i
                 for name, by_setting in records.items()}
   settings = by_drafter[drafter]
   controls = {name: {"settings": by_drafter[name]} for name in by_drafter if name != drafter}
-  warnings = _acceptance_warnings(drafter, settings, controls)
+  warnings = acceptance_warnings(drafter, settings, controls)
   for name in controls:
     for key, rows in records[name].items():
       ours = records[drafter].get(key)
@@ -265,7 +199,7 @@ def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: i
     estimates = []
   else:
     estimates = [training_estimate] if isinstance(training_estimate, dict) else training_estimate
-  estimates = _check_estimates(estimates, settings, warnings)
+  estimates = check_estimates(estimates, settings, warnings)
   for row in identity:
     warnings += row.get("dead_drafter", ())
     same = row.get("identical_same_shape")
@@ -292,10 +226,11 @@ def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: i
       "settings": settings,
       "controls": controls,
       "speed": speed_rows,
+      "plain": timings.plain_section(speed_rows),
       "replay": forecast.replay_section(replay, warnings, seed),
-      "costs": list(costs),
+      "costs": [{"batches": [], "contexts": [], **cost} for cost in costs],
       "prediction": forecast.prediction_section(costs, replay, speed_rows, drafter, draft_len),
-      "whatif": whatif,
+      "whatif": _whatif(memory, costs, forecast.coldest_taus(replay), draft_len),
       "memory": memory,
       "identity": [{k: metrics.to_plain(v) for k, v in row.items()} for row in identity],
       # Of the coldest setting, where loops are worst; every setting has its own as well.
@@ -396,6 +331,7 @@ def load_evaluation(folder: str | Path) -> dict[str, Any]:
     raise UserError(f"{path}: no such file")
   try:
     measurements = json.loads(path.read_text(encoding="utf-8"))
+    measurements.pop("whatif", None)  # earlier runs kept what is made from the rest now
     return {**measurements, "records": load_records(path.with_name(RECORDS_FILE))}
   except (TypeError, ValueError) as error:
     raise UserError(f"{path}: {error}") from None

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from train_drafter.report_text import NONE, Table
+from train_drafter.report_cells import NONE, Table, scaled
 
 # A key that is not named here stands under its own name.
 _HEADS = {"temperature": "T", "draft_len": "K", "tau": "τ"}
@@ -42,16 +42,6 @@ def pairs(values: Mapping[str, str], short: bool = True) -> str:
   items = "".join(f"<dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd>"
                   for name, value in values.items())
   return f"<dl{' class=short' if short else ''}>{items}</dl>"
-
-
-def scaled(value: float, is_bytes: bool = False) -> str:
-  """273e9 -> 273 G, and 1610612736 bytes -> 1.50 GiB."""
-  for prefix, power in (("P", 5), ("T", 4), ("G", 3), ("M", 2), ("k", 1)):
-    size = 1024**power if is_bytes else 1000**power
-    if abs(value) >= size:
-      return (f"{value / size:.2f} {prefix.replace('k', 'K')}iB" if is_bytes else
-              f"{value / size:.4g} {prefix}")
-  return f"{value:g} B" if is_bytes else f"{value:g}"
 
 
 def cell(value: Any, name: str = "") -> str:
@@ -101,35 +91,6 @@ def rows_table(name: str, rows: Sequence[Mapping[str, Any]],
                [[text(row, key) for key in shown] for row in rows],
                text_columns=sum(isinstance(first(key), str) for key in shown) or 1)
   return table(made)
-
-
-def _is_objects(value: Any) -> bool:
-  return isinstance(value, list | tuple) and bool(value) and all(
-      isinstance(v, Mapping) for v in value)
-
-
-def nested(values: Mapping[str, Any], depth: int = 3) -> str:
-  """Any object of the report: plain values as a list, lists of objects as tables (what lies inside
-  those folded away below), objects below a heading of their own."""
-  plain, deep = {}, []
-  for key, value in values.items():
-    name, inner = key.replace("_", " "), ""
-    if isinstance(value, Mapping) and value:
-      inner = nested(value, min(depth + 1, 6))
-    elif _is_objects(value) and any(_is_objects(v) for row in value for v in row.values()):
-      inner = rows_table(name, [
-          {k: v for k, v in row.items() if not isinstance(v, list | tuple)} for row in value])
-      inner += "".join(
-          f"<details><summary>{escape(str(row.get('name', i)))}: {escape(k.replace('_', ' '))}"
-          f"</summary>{rows_table(name, v)}</details>"
-          for i, row in enumerate(value) for k, v in row.items() if _is_objects(v))
-    elif _is_objects(value):
-      inner = rows_table(name, value)
-    else:
-      plain[name] = cell(value, key)
-    if inner:
-      deep.append(f"<h{depth}>{escape(name)}</h{depth}>{inner}")
-  return (pairs(plain) if plain else "") + "".join(deep)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -13,37 +13,20 @@ from html import escape
 from typing import Any
 
 from train_drafter import report_plots as plots
-from train_drafter.report_elements import bullets, figure, flat, nested, pairs, rows_table, table
+from train_drafter import report_sections as sections
+from train_drafter.report_cells import NONE, Table, number, percent, setting_label, tau_text
+from train_drafter.report_elements import bullets, figure, flat, pairs, table
 from train_drafter.report_text import (
-  NONE,
-  Table,
   estimate_lines,
   headline_text,
   identity_lines,
   overall_table,
   position_table,
-  setting_label,
   speed_table,
-  tau_text,
   title,
 )
+from train_drafter.report_whatif import whatif
 
-CONTROLS = {
-    "untrained": "the drafter before training: the floor",
-    "ngram": "no model: copies what followed the last words' earlier occurrence",
-    "lookup": "the trained drafter, ngram where it finds a longer match",
-    "self": "the target drafts for itself: the ceiling, every draft accepted at T=0",
-}
-# Columns of the optional sections, in order.
-_REPLAY_HEADS = {
-    "temperature": "T", "rule": "rule", "draft_len": "K", "prompts": "prompts", "tau": "replay τ",
-    "uniform_anchor": "uniform-anchor τ", "measured": "measured τ", "difference": "difference",
-    "agrees": "agrees"}
-_PREDICTION_HEADS = {
-    "drafter": "drafter", "dtype": "dtype", "draft_len": "K", "tau": "τ", "draft_cost": "c",
-    "verify_cost": "v(K+1)", "speedup": "predicted S", "measured": "measured S",
-    "measured_speedup": "measured S", "speedup_timed": "predicted S,\ntimed prompts",
-    "measured_pooled": "measured S,\npooled", "chosen": "chosen"}
 _HIDDEN = ("prompt_hashes",)  # for programs
 
 _CSS = """
@@ -54,6 +37,7 @@ _CSS = """
 @media print{:root{color-scheme:light;--bg:#fff;--ink:#000;--muted:#444;--line:#bbb;--soft:#f4f5f7;
 --warn:#fff;--warnline:#000;LIGHT}nav{display:none}.scroll{overflow:visible!important}
 main{max-width:none!important;padding:0!important}table{font-size:7.5pt!important}
+.pair{grid-template-columns:1fr 1fr!important}
 details::details-content{content-visibility:visible;height:auto}
 figure,tr,.tile{break-inside:avoid}h2,h3{break-after:avoid}}
 *{box-sizing:border-box}
@@ -74,16 +58,18 @@ margin:1rem 0}
 .warnings{background:var(--warn);border-left:4px solid var(--warnline);border-radius:4px;
 padding:.6rem 1rem;margin:1rem 0}
 .warnings h2{border:0;margin:0;padding:0;font-size:1rem}
+.loud{border:2px solid var(--warnline);background:var(--warn);border-radius:4px;font-weight:700;
+padding:.2rem 1rem;margin:.6rem 0}
 .scroll{overflow-x:auto;max-width:100%}
 table{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums;margin:.4rem 0}
-th,td{padding:.25rem .6rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
+th,td{padding:.25rem .5rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
 th{vertical-align:bottom;font-weight:600;white-space:pre}
 .text{text-align:left}
 th:first-child,td:first-child{position:sticky;left:0;background:var(--bg);padding-left:0}
 tr.all td{font-weight:700}
 .note{color:var(--muted);font-size:.85rem;white-space:pre-line}
 .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(26rem,100%),1fr));gap:0 2rem}
-.beside{display:grid;grid-template-columns:minmax(0,22rem) minmax(0,1fr);gap:0 2rem;
+.beside{display:grid;grid-template-columns:minmax(0,20rem) minmax(0,1fr);gap:0 1.5rem;
 align-items:start}
 @media (max-width:900px){.beside{grid-template-columns:minmax(0,1fr)}}
 .pair>*{min-width:0}
@@ -92,8 +78,8 @@ summary{cursor:pointer;margin:.3rem 0}
 figcaption{font-size:.85rem;color:var(--muted)}
 dl{display:grid;grid-template-columns:minmax(8rem,max-content) 1fr;gap:.3rem 1rem;font-size:.9rem}
 dt{font-weight:600;overflow-wrap:anywhere}dd{margin:0;overflow-wrap:anywhere;min-width:0}
-@media (max-width:560px){dl{grid-template-columns:1fr}dd{margin-bottom:.4rem}
-.short{grid-template-columns:minmax(0,2fr) minmax(0,3fr)}h1{font-size:1.25rem}
+@media (max-width:560px){dl{grid-template-columns:1fr}dd{margin:0 0 .4rem 1rem}
+dl{gap:0 1rem}h1{font-size:1.25rem}
 table{font-size:.8rem}th,td{padding:.25rem .45rem}}
 """
 
@@ -127,12 +113,12 @@ def _sections(report: dict) -> Iterator[tuple[str, str]]:
   yield "Acceptance", table(overall_table(report))
   yield "By category", _categories(report)
   yield "By position", _positions(report)
-  yield "Controls", _controls(report)
-  yield "Replay estimate", _replay(report.get("replay") or ())
+  yield "Controls", bullets(sections.control_lines(report))
+  yield "Replay estimate", _replay(report)
   yield "Speed", _speed(report)
-  yield "Predicted speed-up", _prediction(report.get("prediction") or ())
-  yield "Memory", nested(report.get("memory") or {})
-  yield "Where speculation pays", _whatif(report.get("whatif") or {})
+  yield "Predicted speed-up", _prediction(report)
+  yield "Memory", _known(sections.memory_table(report)) + _judged(sections.memory_lines(report))
+  yield "Where speculation pays", whatif(report.get("whatif") or {})
   yield "Identity", bullets(identity_lines(report))
   yield "Training estimate", bullets(estimate_lines(report))
   yield "Definitions", pairs(report["definitions"], short=False)
@@ -142,12 +128,20 @@ def _sections(report: dict) -> Iterator[tuple[str, str]]:
 # The sections.
 
 
-def _number(value: float | None, digits: int = 2) -> str:
-  return NONE if value is None else f"{value:.{digits}f}"
-
-
 def _percent(value: float | None) -> str:
-  return NONE if value is None else f"{100 * value:.1f}"
+  return percent(value, 1)
+
+
+def _known(made: Table) -> str:
+  """The table, nothing for one without rows."""
+  return table(made) if made.rows else ""
+
+
+def _judged(lines: Sequence[str]) -> str:
+  """Sentences as a list, those that must not be overlooked in a box."""
+  loud = [line for line in lines if sections.is_loud(line)]
+  box = f'<div class="loud">{bullets(loud)}</div>' if loud else ""
+  return box + bullets([line for line in lines if not sections.is_loud(line)])
 
 
 def _tiles(report: dict) -> str:
@@ -192,7 +186,7 @@ def _categories(report: dict) -> str:
   for entry in report["settings"]:
     label = setting_label(entry, report["settings"])
     controls = _controls_at(report, entry)
-    ranked = sorted(entry["categories"].items(), key=lambda item: -(item[1]["tau"] or 0))
+    ranked = [(name, entry["categories"][name]) for name in sections.ranked([entry])]
     header = ["category", "τ\n(95 %)", "accepted\n%", "τ mean", "EOS\ncut %", "looped\n%",
               *[f"{name}\nτ" for name in controls], "prompts"]
     rows, points = [], []
@@ -200,9 +194,9 @@ def _categories(report: dict) -> str:
       groups = {c: e["all"] if name == "all" else e["categories"].get(name)
                 for c, e in controls.items()}
       rows.append([name, tau_text(group), _percent(group["acceptance_rate"]),
-                   _number(group["tau_mean"]), _percent(group["eos_cut_share"]),
+                   number(group["tau_mean"]), _percent(group["eos_cut_share"]),
                    _percent(group["looped_token_share"]),
-                   *[_number(g["tau"]) if g else NONE for g in groups.values()],
+                   *[number(g["tau"]) if g else NONE for g in groups.values()],
                    str(group["prompts"])])
       points.append((name, [(report["drafter"], group["tau"], group["tau_ci"]), *[
           (c, g["tau"], g["tau_ci"]) for c, g in groups.items() if g]]))
@@ -227,24 +221,15 @@ def _positions(report: dict) -> str:
   return f'<div class="pair">{"".join(figures)}</div>' + table(position_table(report))
 
 
-def _controls(report: dict) -> str:
-  lines = []
-  for name, control in report["controls"].items():
-    taus = ", ".join(f"{setting_label(e, report['settings'])} τ {tau_text(e['all'])} "
-                     f"({e['all']['prompts']} prompts)" for e in control["settings"])
-    what = CONTROLS.get(name.split(":")[0].split("_")[0])
-    lines.append(f"{name}{f' ({what})' if what else ''}: {taus}")
-  return bullets(lines)
-
-
-def _replay(rows: Sequence[Mapping]) -> str:
+def _replay(report: dict) -> str:
+  rows = report.get("replay") or ()
   if not rows:
     return ""
   figures = []
-  for heat, rule in dict.fromkeys((row["temperature"], row.get("rule")) for row in rows):
-    own = sorted((r for r in rows if (r["temperature"], r.get("rule")) == (heat, rule)),
+  for heat, rule in dict.fromkeys((row["temperature"], row["rule"]) for row in rows):
+    own = sorted((r for r in rows if (r["temperature"], r["rule"]) == (heat, rule)),
                  key=lambda r: r["draft_len"])
-    label = f"T={heat:g}" + (f", {rule}" if rule else "")
+    label = f"T={heat:g}, {rule}"
     xs = [r["draft_len"] for r in own]
     column = lambda key, own=own: [r.get(key) for r in own]
     curves = [("replay", xs, column("tau"), column("tau_ci"))]
@@ -254,65 +239,43 @@ def _replay(rows: Sequence[Mapping]) -> str:
     figures.append(figure(
         plots.lines(curves, "K, drafts per round", "τ", f"estimates of τ at {label}",
                     zero=False), label))
-  return f'<div class="pair">{"".join(figures)}</div>' + rows_table(
-      "Replay estimate", rows, _REPLAY_HEADS)
+  return (_judged(sections.agreement_lines(report)) + f'<div class="pair">{"".join(figures)}</div>'
+          + table(sections.replay_table(report)))
 
 
 def _speed(report: dict) -> str:
   rows = report["speed"]
   if not rows:
     return "<p>Speed was not measured.</p>"
-  fastest = max(rows, key=lambda r: r["plain_tokens_per_s"])
-  out = [f"<p>The fastest plain configuration is {escape(fastest['dtype'])}, "
-         f"{fastest['plain_tokens_per_s']:.1f} tokens per second.</p>", table(speed_table(report))]
-  # What the table above leaves out, where it was measured.
-  extra = ("prefill_s", "plain_prefill_s", "compile_s", "plain_compile_s", "plain_step_s",
-           "time_per_output_token_s", "plain_time_per_output_token_s", "pairs", "batch_size")
-  keys = [k for k in extra if any(r.get(k) is not None for r in rows)]
-  if keys:
-    out.append("<h3>Apart from the rates</h3>" + rows_table("Apart from the rates", [
-        {"dtype": r["dtype"], "drafter": r["drafter"], "temperature": r["temperature"],
-         **{k: r.get(k) for k in keys}} for r in rows]))
-  return "".join(out)
+  times = sections.times_table(report)
+  out = bullets(sections.plain_lines(report)) + table(speed_table(report))
+  return out + (f"<h3>{escape(times.title)}</h3>{table(times)}" if times.rows else "")
 
 
-def _prediction(rows: Sequence[Mapping]) -> str:
+def _prediction(report: dict) -> str:
+  rows = report.get("prediction") or ()
   if not rows:
     return ""
   figures = []
-  groups = list(dict.fromkeys((row.get("drafter"), row["dtype"]) for row in rows))
-  for drafter, dtype in groups:
-    own = sorted((r for r in rows if (r.get("drafter"), r["dtype"]) == (drafter, dtype)),
-                 key=lambda r: r["draft_len"])
+  for dtype in dict.fromkeys(row["dtype"] for row in rows):
+    own = sorted((r for r in rows if r["dtype"] == dtype), key=lambda r: r["draft_len"])
     xs = [r["draft_len"] for r in own]
-    column = lambda key, own=own: [r.get(key) for r in own]
-    where = " ".join(filter(None, (drafter, dtype)))
+    column = lambda key, own=own: [r[key] for r in own]
     curves = [("S predicted", xs, column("speedup"), None)]
-    for key in ("measured", "measured_speedup"):
-      if any(v is not None for v in column(key)):
-        curves.append(("S (measured)", xs, column(key), column(f"{key}_ci")))
+    if any(v is not None for v in column("measured")):
+      curves.append(("S (measured)", xs, column("measured"), column("measured_ci")))
     figures.append(figure(plots.lines(curves, "K, drafts per round", "speed-up S",
-                                       f"speed-up by K, {where}"), f"{where}: speed-up"))
-    costs = [("v(K+1), a verification pass", xs, column("verify_cost"), None),
-             ("c, a proposal", xs, column("draft_cost"), None)]
-    figures.append(figure(plots.lines(costs, "K, drafts per round", "plain steps",
-                                       f"costs by K, {where}"), f"{where}: costs"))
-  return f'<div class="pair">{"".join(figures)}</div>' + rows_table(
-      "Predicted speed-up", rows, _PREDICTION_HEADS)
-
-
-def _whatif(values: Mapping[str, Any]) -> str:
-  """The ceilings by batch size as a plot, at the shortest context, then everything as tables."""
-  curves = []
-  for chip in values.get("accelerators") or ():
-    rows = [r for r in chip.get("rows", ()) if r.get("speedup") is not None]
-    rows = [r for r in rows if r.get("context") == min(r.get("context", 0) for r in rows)]
-    if rows:
-      curves.append((chip["name"], [r["batch"] for r in rows], [r["speedup"] for r in rows], None))
-  plot = figure(plots.lines(curves, "sequences decoded together", "speed-up at the ceiling",
-                             "speed-up by batch size", log=True),
-                 "roofline ceilings at the shortest context, the best K each") if curves else ""
-  return plot + nested(values)
+                                      f"speed-up by K, {dtype}", line=1.0),
+                          f"{dtype}: speed-up"))
+  for cost in report.get("costs") or ():
+    curves = [("v(K+1), a verification pass", list(range(len(cost["verify"]))), cost["verify"],
+               None), ("c(K), a proposal", cost["draft_lens"], cost["draft"], None)]
+    figures.append(figure(plots.lines(curves, "K, drafts per round", "plain steps",
+                                      f"costs by K, {cost['dtype']}"),
+                          f"{cost['dtype']}: costs, as measured"))
+  return (_judged(sections.prediction_lines(report))
+          + f'<div class="pair">{"".join(figures)}</div>'
+          + table(sections.prediction_table(report)))
 
 
 def _provenance(provenance: Mapping[str, Any]) -> str:
@@ -321,5 +284,6 @@ def _provenance(provenance: Mapping[str, Any]) -> str:
   out = pairs({name: exact(value) for name, value in flat(shown)})
   config = provenance.get("config")
   if config:
-    out += "<h3>Config</h3>" + pairs({name: exact(v) for name, v in flat(config)})
+    out += (f"<details><summary>Config</summary>"
+            f"{pairs({name: exact(v) for name, v in flat(config)})}</details>")
   return out

@@ -149,10 +149,12 @@ def draw_forest(axes, rows: Sequence, line: float | None = None) -> None:
 
 
 def lines(curves: Sequence[tuple[str, Sequence, Sequence, Sequence | None]], xlabel: str,
-          ylabel: str, label: str, zero: bool = True, log: bool = False) -> str:
+          ylabel: str, label: str, zero: bool = True, log: bool = False,
+          line: float | None = None) -> str:
   """Curves over whole numbers: (name, xs, ys, intervals or None); None among ys is left out.
 
-  A name that ends in "(measured)" is drawn as points alone, with its intervals.
+  A name that ends in "(measured)" is drawn as points alone, with its intervals. `line` is where a
+  horizontal line stands, such as a speed-up of one.
   """
   with matplotlib.rc_context(STYLE):
     figure, axes = _axes(2.9, xlabel, ylabel)
@@ -164,6 +166,8 @@ def lines(curves: Sequence[tuple[str, Sequence, Sequence, Sequence | None]], xla
           axes.plot([x, x], pair, color=colour(i), linewidth=1.2)
       axes.plot(*_known(places, ys), color=colour(i), label=name, marker="os^Dv*"[i % 6],
                 linestyle="none" if name.endswith("(measured)") else "-")
+    if line is not None:
+      axes.axhline(line, color=axes.xaxis.label.get_color(), linewidth=0.8)
     if log:
       axes.set_xscale("log", base=2)
     ticks = sorted({x for _, xs, _, _ in curves for x in xs})

@@ -29,12 +29,27 @@ DEFINITIONS = {
     "speedup": "median over interleaved pairs, same prompts and dtype, of speculative / plain "
                "tokens per second; prefill and compilation left out",
     "speedup_pooled": "the same from the total tokens and seconds of each side",
+    "plain": "ordinary decoding; of the configurations that were timed the fastest one is named, "
+             "and the headline is against it",
+    "time_per_output_token_s": "median over prompts of decoding seconds / tokens, the prefill and "
+                               "its token in neither",
+    "prefill_s": "median over prompts of the seconds until the first token, at the padded width",
+    "compile_s": "seconds of a first decode beyond a second one: tracing and compiling, or reading "
+                 "from the compilation cache; in no rate",
+    "compile_saved_s": "seconds of compiling that this cache saved, as it recorded them",
+    "error": "the predicted speed-up of the timed prompts / their pooled measured one, less 1",
+    "self": "the target drafts for itself; where every draft is certain only rounding between pass "
+            "widths refuses one",
+    "cache_tokens": "(memory - weights) / cache bytes of a token, of both models with the drafter",
+    "whatif.measured": "costs timed on this machine, tau replayed on the evaluation prompts",
     "predicted_speedup": "tau / (draft_cost + verify_cost)",
     "draft_cost": "time of one proposal / time of one plain step of the target",
     "verify_cost": "time of one verification pass (K + 1 wide) / time of one plain step",
     "replay": "tau from teacher-forced logits on the decoded text: expected rounds when a token is "
               "an accepted draft with probability min(1, q/p) (under greedy: when it is drafted); "
               "for the rules ratio and greedy, block has no such estimate",
+    "bias": "uniform_anchor - the measured tau, or - replay where that K did not decode",
+    "over_fastest_plain": "tokens per second / those of the fastest plain configuration",
     "uniform_anchor": "1 + mean over all starts of sum_k prod (1 - TV): biased, since rounds begin "
                       "behind tokens that were hard to guess",
     "agrees": "the 95 % interval of measured - replayed tau of the same text holds 0",
@@ -64,30 +79,45 @@ _REPORT_KEYS = {
     "identity": _LIST, "looped_token_share": _MAYBE, "tau_before_first_loop": _MAYBE,
     "training_estimate": _LIST, "warnings": _LIST, "headline": _MAYBE_DICT, "definitions": _DICT,
     "provenance": _DICT, "replay": _LIST, "costs": _LIST, "prediction": _LIST,
-    "whatif": _MAYBE_DICT, "memory": _MAYBE_DICT,
+    "whatif": _MAYBE_DICT, "memory": _MAYBE_DICT, "plain": _LIST,
 }
-# The keys of "whatif" and "memory" stand with `section` and `memory` of train_drafter/whatif.py.
+# The keys of "whatif" and "memory" stand with `section` and `memory` of train_drafter/whatif.py and
+# `measured` of train_drafter/payoff.py.
 # A row for each setting and K; "measured" and what follows are null where that K did not decode.
 _REPLAY_KEYS = {
     "temperature": _NUMBER, "rule": _TEXT, "draft_len": _INT, "prompts": _INT, "tau": _MAYBE,
-    "tau_ci": _PAIR, "uniform_anchor": _MAYBE, "survival": _LIST, "measured": _MAYBE,
-    "measured_ci": _PAIR, "difference": _MAYBE, "difference_ci": _PAIR, "agrees": _MAYBE_BOOL,
+    "tau_ci": _PAIR, "uniform_anchor": _MAYBE, "bias": _MAYBE, "survival": _LIST,
+    "measured": _MAYBE, "measured_ci": _PAIR, "difference": _MAYBE,
+    "difference_ci": _PAIR, "agrees": _MAYBE_BOOL,
 }
 # A dtype: verify[W - 1] is v(W), draft[i] is c of K = draft_lens[i], both in plain steps; batches
-# has the costs of draft_len by sequences decoded together, in plain steps of as many.
+# has the costs by sequences decoded together, in plain steps of as many, contexts those by tokens
+# in the cache.
 _COST_KEYS = {"dtype": _TEXT, "prompts": _LIST, "plain_step_s": _NUMBER, "verify": _LIST,
-              "draft": _LIST, "draft_lens": _LIST, "measured": _LIST, "batches": _LIST}
+              "draft": _LIST, "draft_lens": _LIST, "measured": _LIST, "batches": _LIST,
+              "contexts": _LIST}
 # A dtype and K; "chosen" marks the largest predicted speed-up of a dtype.
 _PREDICTION_KEYS = {
     "dtype": _TEXT, "temperature": _NUMBER, "draft_len": _INT, "tau": _MAYBE, "tau_timed": _MAYBE,
     "draft_cost": _NUMBER, "verify_cost": _NUMBER, "speedup": _MAYBE, "speedup_timed": _MAYBE,
-    "measured": _MAYBE, "measured_ci": _PAIR, "measured_pooled": _MAYBE, "chosen": _BOOL,
+    "measured": _MAYBE, "measured_ci": _PAIR, "measured_pooled": _MAYBE, "error": _MAYBE,
+    "chosen": _BOOL,
 }
 _SETTING_KEYS = {"temperature": _NUMBER, "rule": _TEXT, "all": _DICT, "categories": _DICT}
+# Of a side of the timing, null where an earlier run did not keep them.
+TIMES = ("time_per_output_token_s", "plain_time_per_output_token_s", "prefill_s",
+         "plain_prefill_s", "compile_s", "plain_compile_s", "compile_saved_s",
+         "plain_compile_saved_s")
+_PLAIN_KEYS = {
+    "dtype": _TEXT, "batch_size": _INT, "tokens_per_s": _NUMBER, "time_per_output_token_s": _MAYBE,
+    "prefill_s": _MAYBE, "compile_s": _MAYBE, "compile_saved_s": _MAYBE, "fastest": _BOOL,
+    "over_fastest_plain": _NUMBER,
+}
 _SPEED_KEYS = {
     "dtype": _TEXT, "drafter": _TEXT, "temperature": _NUMBER, "plain_tokens_per_s": _NUMBER,
     "speculative_tokens_per_s": _NUMBER, "speedup": _NUMBER, "speedup_ci": _PAIR,
     "draft_cost": _MAYBE, "verify_cost": _MAYBE, "predicted_speedup": _MAYBE,
+    "over_fastest_plain": _NUMBER, **dict.fromkeys(TIMES, _MAYBE),
 }
 _HEADLINE_KEYS = {
     "drafter": _TEXT, "dtype": _TEXT, "temperature": _NUMBER, "speculative_tokens_per_s": _NUMBER,
@@ -154,7 +184,7 @@ def validate_report(report: dict) -> None:
                             f"{report['draft_len']} entries, got {len(group[key])}")
   validate_speed(report["speed"])
   for name, keys in (("replay", _REPLAY_KEYS), ("costs", _COST_KEYS),
-                     ("prediction", _PREDICTION_KEYS)):
+                     ("prediction", _PREDICTION_KEYS), ("plain", _PLAIN_KEYS)):
     for i, row in enumerate(report[name]):
       _check_keys(row, keys, f"{name}[{i}]")
   for i, row in enumerate(report["identity"]):

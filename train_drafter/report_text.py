@@ -6,56 +6,24 @@ The tables are plain rows of strings, made once and rendered twice. Called by
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-
 from rich.box import Box
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-NONE = "–"
+from train_drafter import report_sections as sections
+from train_drafter.report_cells import (
+  NONE,
+  Table,
+  number,
+  percent,
+  setting_label,
+  tau_text,
+  with_interval,
+)
 
 # A rule under the header and a blank between columns: 80 columns hold the widest table.
 _BOX = Box("    \n    \n ── \n    \n    \n    \n    \n    \n")
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-  """Strings of one table; a header may hold a line break."""
-
-  title: str
-  header: Sequence[str]
-  rows: Sequence[Sequence[str]]
-  note: str = ""
-  text_columns: int = 1  # the first so many are text and stand left
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-  return NONE if value is None else f"{value:.{digits}f}"
-
-
-def _percent(value: float | None, digits: int = 0) -> str:
-  return NONE if value is None else f"{100 * value:.{digits}f}"
-
-
-def _with_interval(value: float | None, interval: Sequence[float | None]) -> str:
-  """1.52 (1.41–1.63); the value alone where there is no interval."""
-  if value is None or interval[0] is None:
-    return _number(value)
-  return f"{value:.2f} ({interval[0]:.2f}–{interval[1]:.2f})"
-
-
-def tau_text(group: dict) -> str:
-  """Pooled tau of a group with its interval."""
-  return _with_interval(group["tau"], group["tau_ci"])
-
-
-def setting_label(entry: dict, settings: Sequence[dict]) -> str:
-  """T=0, with the rule where several share a temperature."""
-  label = f"T={entry['temperature']:g}"
-  alone = sum(e["temperature"] == entry["temperature"] for e in settings) == 1
-  return label if alone else f"{label} {entry['rule']}"
 
 
 def _of_control(report: dict, name: str, entry: dict) -> dict | None:
@@ -79,21 +47,21 @@ def _category_table(report: dict) -> Table:
   def joined(groups, figure):
     return "/".join(figure(g) if g else NONE for g in groups)
 
-  names = list(dict.fromkeys(name for e in settings for name in e["categories"]))
   rows = []
-  for category in [*names, "all"]:
+  for category in [*sections.ranked(settings), "all"]:
     groups = [group_of(e, category) for e in settings]
     controls = []
     for name in report["controls"]:
       entries = [_of_control(report, name, e) for e in settings]
       controls.append(joined([group_of(e, category) if e else None for e in entries],
-                             lambda g: _number(g["tau"])))
+                             lambda g: number(g["tau"])))
     rows.append([category, *[tau_text(g) if g else NONE for g in groups],
-                 joined(groups, lambda g: _percent(g["acceptance_rate"])),
-                 joined(groups, lambda g: _percent(g["looped_token_share"])), *controls])
+                 joined(groups, lambda g: percent(g["acceptance_rate"])),
+                 joined(groups, lambda g: percent(g["looped_token_share"])), *controls])
   sizes = [g["prompts"] for g in settings[0]["categories"].values()]
   each = f"{min(sizes)}" if min(sizes) == max(sizes) else f"{min(sizes)}–{max(sizes)}"
-  note = f"{each} prompts per category; acc.: drafts accepted; loops: looped tokens"
+  note = (f"{each} prompts per category, in order of τ at {labels[0]}\n"
+          "acc.: drafts accepted; loops: looped tokens")
   if len(labels) > 1:
     note += f"\na/b: {' / '.join(labels)}"
   return Table("τ (tokens per verification pass) by category", header, rows, note)
@@ -111,10 +79,10 @@ def _every_setting(report: dict):
 def overall_table(report: dict) -> Table:
   header = ["drafter", "T", "rounds", "EOS\ncut %", "τ pooled\n(95 %)", "τ mean\n(95 %)", "acc.\n%",
             "loops\n%", "τ before\nloops"]
-  rows = [[name, label.removeprefix("T="), str(g["rounds"]), _percent(g["eos_cut_share"], 1),
-           tau_text(g), _with_interval(g["tau_mean"], g["tau_mean_ci"]),
-           _percent(g["acceptance_rate"], 1), _percent(g["looped_token_share"], 1),
-           _number(g["tau_before_first_loop"])]
+  rows = [[name, label.removeprefix("T="), str(g["rounds"]), percent(g["eos_cut_share"], 1),
+           tau_text(g), with_interval(g["tau_mean"], g["tau_mean_ci"]),
+           percent(g["acceptance_rate"], 1), percent(g["looped_token_share"], 1),
+           number(g["tau_before_first_loop"])]
           for name, label, g in _every_setting(report)]
   return Table("All prompts", header, rows,
                "τ pooled weighs rounds, τ mean weighs prompts; EOS cut: rounds ended inside the "
@@ -128,7 +96,7 @@ def position_table(report: dict) -> Table:
     for kind in ("survival", "conditional"):
       first = kind == "survival"
       rows.append([name if first else "", label.removeprefix("T=") if first else "", kind,
-                   *[_percent(v, 0) for v in group[kind]]])
+                   *[percent(v, 0) for v in group[kind]]])
   return Table("Acceptance by position in the block", header, rows, text_columns=3)
 
 
@@ -136,10 +104,10 @@ def speed_table(report: dict) -> Table:
   header = ["dtype", "drafter", "T", "plain\ntok/s", "spec.\ntok/s", "speed-up\n(95 %)",
             "pooled", "pre-\ndicted", "draft\ncost", "verify\ncost"]
   rows = [[r["dtype"], r["drafter"], f"{r['temperature']:g}",
-           _number(r["plain_tokens_per_s"], 1), _number(r["speculative_tokens_per_s"], 1),
-           _with_interval(r["speedup"], r["speedup_ci"]), _number(r.get("speedup_pooled")),
-           _number(r["predicted_speedup"]),
-           _number(r["draft_cost"]), _number(r["verify_cost"])] for r in report["speed"]]
+           number(r["plain_tokens_per_s"], 1), number(r["speculative_tokens_per_s"], 1),
+           with_interval(r["speedup"], r["speedup_ci"]), number(r.get("speedup_pooled")),
+           number(r["predicted_speedup"]),
+           number(r["draft_cost"]), number(r["verify_cost"])] for r in report["speed"]]
   note = ("speed-up: median over prompts; pooled: of all tokens and seconds\n"
           "costs in plain steps of the target")
   return Table("Speed", header, rows, note, text_columns=2)
@@ -147,7 +115,13 @@ def speed_table(report: dict) -> Table:
 
 def _tables(report: dict) -> list[Table]:
   tables = [_category_table(report), overall_table(report), position_table(report)]
-  return tables + ([speed_table(report)] if report["speed"] else [])
+  tables += [speed_table(report)] if report["speed"] else []
+  return [t for t in (*tables, *sections.tables(report)) if t.rows]
+
+
+def _lines(report: dict) -> list[tuple[str, list[str]]]:
+  return [*sections.lines(report), ("Identity", identity_lines(report)),
+          ("Training estimate", estimate_lines(report))]
 
 
 def title(report: dict) -> str:
@@ -162,7 +136,7 @@ def headline_text(report: dict) -> str:
   if line is None:
     return "Speed was not measured."
   plain = f"plain decoding ({line['plain_dtype']}, {line['plain_tokens_per_s']:.1f} tokens/s)"
-  ratio = f"{_with_interval(line['speedup'], line['speedup_ci'])} times"
+  ratio = f"{with_interval(line['speedup'], line['speedup_ci'])} times"
   what = f"{line['drafter']} in {line['dtype']}, T={line['temperature']:g}"
   if line["speedup"] < 1:
     return (f"No drafter is faster than {plain}; the best is {what}: "
@@ -198,7 +172,7 @@ def estimate_lines(report: dict) -> list[str]:
   for row in report["training_estimate"]:
     for name, check in row["checks"].items():
       lines.append(f"{name} at T={row['temperature']:g}: training estimated "
-                   f"{check['estimate']:.3f}, decoding gave {_number(check['measured'], 3)}")
+                   f"{check['estimate']:.3f}, decoding gave {number(check['measured'], 3)}")
   if lines:
     lines.append("estimated on held-out training answers, all generate.temperatures together")
   return lines
@@ -227,12 +201,11 @@ def print_report(report: dict, console: Console | None = None) -> None:
     print_table(table, console)
   console.print()
   console.print(Text(headline_text(report), style="bold green"))
-  for heading, lines in (("Identity", identity_lines(report)),
-                         ("Training estimate", estimate_lines(report))):
+  for heading, lines in _lines(report):
     if lines:
       console.print(Text(f"\n{heading}", style="bold"))
       for line in lines:
-        console.print(Text(line))
+        console.print(Text(line, style="bold red" if sections.is_loud(line) else ""))
   if report["warnings"]:
     console.print()
     for line in report["warnings"]:
@@ -259,10 +232,12 @@ def markdown(report: dict) -> str:
   out += [f"> Warning: {line}\n" for line in report["warnings"]]
   for table in _tables(report):
     out += markdown_table(table)
-  for heading, lines in (("Identity", identity_lines(report)),
-                         ("Training estimate", estimate_lines(report))):
+  for table in sections.computed_tables(report):
+    out += markdown_table(table)
+  for heading, lines in _lines(report):
     if lines:
-      out += [f"## {heading}", "", *[f"- {line}" for line in lines], ""]
+      loud = lambda line: f"- **{line}**" if sections.is_loud(line) else f"- {line}"
+      out += [f"## {heading}", "", *map(loud, lines), ""]
   out += ["## Definitions", ""]
   out += [f"- `{name}`: {meaning}" for name, meaning in report["definitions"].items()]
   return "\n".join(out) + "\n"

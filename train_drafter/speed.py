@@ -60,9 +60,41 @@ class Single:
       self, ids: Sequence[int], budget: int | None = None, force_reject: bool = False,
   ) -> tuple[Finished, float]:
     """The finished row, and the seconds of its rounds (prefill apart)."""
+    row, seconds = self.timed(ids, budget, force_reject)
+    return row, seconds["decode"]
+
+  def timed(
+      self, ids: Sequence[int], budget: int | None = None, force_reject: bool = False,
+  ) -> tuple[Finished, dict[str, float]]:
+    """The finished row, and the seconds of its "prefill" and of its rounds ("decode")."""
     run = self.start(ids, budget, force_reject)
     row, = run.bucket(self.size, [0])
-    return row, run.seconds["decode"]
+    return row, run.seconds
+
+  def warm_up(self, ids: Sequence[int]) -> dict[str, float]:
+    """Compiles everything that decoding needs.
+
+    Returns:
+      {"s": what a first decode of two tokens took beyond a second one: tracing, compiling or
+      reading from the compilation cache, "saved_s": seconds of compiling that this cache saved}.
+    """
+    saved = []
+
+    def count(event, seconds, **_):
+      if event == "/jax/compilation_cache/compile_time_saved_sec":
+        saved.append(seconds)
+
+    def once():
+      clock = time.perf_counter()
+      self(ids, budget=2)
+      return time.perf_counter() - clock
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+      first = once()
+    finally:
+      jax.monitoring.unregister_event_duration_listener(count)
+    return {"s": max(first - once(), 0.0), "saved_s": max(sum(saved), 0.0)}
 
   def prefilled(self, ids: Sequence[int]) -> tuple[decode.Program, Any, decode.State]:
     """Program, parameters and the state behind the prefill of one prompt."""
@@ -130,11 +162,12 @@ def interleaved(pieces: Mapping[str, Callable[[], Any]], repeats: int) -> dict[s
 
 def _passes_behind(
     program: decode.Program, params: Any, state: decode.State, count: int) -> Callable[[int], Any]:
-  """width -> `count` passes of the target that wide behind a prefilled prompt."""
-  cache = [jax.tree.map(jnp.copy, state.cache)]
+  """width -> `count` passes of the target that wide behind what the rows of the state hold."""
+  # The passes donate the target's cache, so what else reads the state has one of its own.
+  cache, rows = [jax.tree.map(jnp.copy, state.cache)], state.length.shape[0]
 
   def run_pass(width):
-    block = jnp.broadcast_to(state.tokens[:, :1], (1, width))
+    block = jnp.broadcast_to(state.tokens[:, :1], (rows, width))
     out, cache[0] = pass_loop(program, params, cache[0], block, state.length, count)
     return out
 
@@ -209,44 +242,96 @@ def cost_curve(single: Single, ids: Sequence[int], draft_lens: Sequence[int], re
           "draft": [median[f"draft {K}"] / plain for K in draft_lens]}
 
 
-def batch_costs(single: Single, ids: Sequence[int], batches: Sequence[int], repeats: int,
-                longest_s: float) -> list[dict]:
+def _round_costs(
+    program: decode.Program, params: Any, state: decode.State, draft_lens: Sequence[int],
+    repeats: int, count: int = 4) -> tuple[list[dict], float]:
+  """What a round of each draft length costs in the state at hand, `count` at once.
+
+  Returns:
+    For each K {"draft_len", "plain_step_s": seconds of a pass one token wide, "draft_cost",
+    "verify_cost": in such steps, from medians}; seconds of the slowest pass.
+  """
+  run_pass = _passes_behind(program, params, state, count)
+
+  def run_draft(draft_len):
+    return draft_loop(dataclasses.replace(program, draft_len=draft_len), params, state, count)
+
+  pieces: dict[Any, Callable[[], Any]] = {"plain": lambda: run_pass(1)}
+  for K in draft_lens:
+    pieces["verify", K] = functools.partial(run_pass, K + 1)
+    pieces["draft", K] = functools.partial(run_draft, K)
+  median = {n: float(np.median(t)) for n, t in interleaved(pieces, repeats).items()}
+  plain = median["plain"]
+  return [{"draft_len": K, "plain_step_s": plain / count, "draft_cost": median["draft", K] / plain,
+           "verify_cost": median["verify", K] / plain} for K in draft_lens], max(
+               median.values()) / count
+
+
+def _while_it_fits(sizes: Sequence[int], measure: Callable[[int], tuple[list[dict], float]],
+                   longest_s: float) -> list[dict]:
+  """Rows of `measure` for sizes in ascending order, until memory or patience ends."""
+  out = []
+  for size in sorted(sizes):
+    try:
+      found, slowest = measure(size)
+    except jax.errors.JaxRuntimeError as error:
+      if "RESOURCE_EXHAUSTED" not in str(error):
+        raise
+      break
+    out += found
+    if slowest > longest_s:
+      break
+  return out
+
+
+def batch_costs(single: Single, ids: Sequence[int], batches: Sequence[int],
+                draft_lens: Sequence[int], repeats: int, longest_s: float) -> list[dict]:
   """What a round costs when several sequences decode together.
 
   Args:
     single: with a drafter.
     ids: the prompt whose state is timed, the same in every row.
-    batches: numbers of rows, ascending.
+    batches: numbers of rows; those that memory does not hold are left out.
+    draft_lens: K, at most that of `single`.
     repeats: measurements of each piece.
-    longest_s: no batch follows one whose verification pass took longer.
+    longest_s: no batch follows one whose longest pass took longer.
 
   Returns:
-    For each batch {"batch", "plain_step_s": seconds of a pass one token wide, "draft_cost",
-    "verify_cost": in such steps, from medians}.
+    For each batch and K {"batch", and the fields of `_round_costs`}.
   """
   program, params, state = single.prefilled(ids)
 
   def measure(rows):
     many = jax.tree.map(lambda x: x[jnp.zeros(rows, jnp.int32)], state)
-    # The passes donate the target's cache, so the drafter's loop has one of its own.
-    cache = [jax.tree.map(jnp.copy, many.cache)]
+    found, slowest = _round_costs(program, params, many, draft_lens, repeats)
+    return [{"batch": rows, **row} for row in found], slowest
 
-    def run_pass(width):
-      block = jnp.broadcast_to(many.tokens[:, :1], (rows, width))
-      got, cache[0] = pass_loop(program, params, cache[0], block, many.length, 1)
-      return got
+  return _while_it_fits(batches, measure, longest_s)
 
-    times = interleaved({
-        "plain": lambda: run_pass(1), "verify": lambda: run_pass(single.draft_len + 1),
-        "draft": lambda: draft_loop(program, params, many, 1)}, repeats)
-    return {name: float(np.median(t)) for name, t in times.items()}
 
-  out = []
-  for rows in batches:
-    median = measure(rows)
-    out.append({"batch": rows, "plain_step_s": median["plain"],
-                "draft_cost": median["draft"] / median["plain"],
-                "verify_cost": median["verify"] / median["plain"]})
-    if median["verify"] > longest_s:
-      break
-  return out
+def context_costs(single: Single, contexts: Sequence[int], draft_lens: Sequence[int], repeats: int,
+                  longest_s: float) -> list[dict]:
+  """What a round of one sequence costs behind so many tokens.
+
+  The caches hold zeros: what a pass costs depends on how much it reads, not on what.
+
+  Args:
+    single: with a drafter.
+    contexts: tokens in the cache; what target, drafter or memory do not hold is left out.
+    draft_lens: K, at most that of `single`.
+    repeats: measurements of each piece.
+    longest_s: no context follows one whose longest pass took longer.
+
+  Returns:
+    For each context and K {"context", and the fields of `_round_costs`}.
+  """
+  run, room = single.start([0]), max(draft_lens) + 1
+  most = min(single.target.config.max_position, single.drafter.module.max_position) - room
+
+  def measure(context):
+    state = decode.init_state(run.program, run.params, 1, context + room, 1)
+    state = dataclasses.replace(state, length=jnp.full(1, context, jnp.int32))
+    found, slowest = _round_costs(run.program, run.params, state, draft_lens, repeats)
+    return [{"context": context, **row} for row in found], slowest
+
+  return _while_it_fits([c for c in contexts if c <= most], measure, longest_s)

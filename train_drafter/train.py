@@ -175,15 +175,18 @@ def make_setup(cfg: Config, target: Target, module: Any, steps: int) -> tuple[Se
 
 
 def batch_sums(
-    setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict, sampled: int = 0):
+    setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict, *,
+    states: Any = None, sampled: int = 0):
   """Sums over the states that predict something: loss and its weight; and, by place in the draft,
-  alpha, greedy match, the teacher's mass on the draft vocabulary, and their count. With `sampled`
-  ids of the draft vocabulary they are estimates (`head_sample`)."""
+  alpha, greedy match, the teacher's mass on the draft vocabulary, and their count. `states` are
+  those of `train_states` where they are known. With `sampled` ids of the draft vocabulary the sums
+  are estimates (`head_sample`)."""
   options = setup.options
   module = drafter_of(setup, params, frozen)
   target = nnx.merge(setup.target, target_params)
-  key = jax.random.fold_in(jax.random.key(options.seed), batch["step"])
-  states = module.train_states(batch, target, key)
+  key = _batch_key(setup, batch)
+  if states is None:
+    states = module.train_states(batch, target, key)
   if sampled:
     offset = head_sample.shrink(module, target, batch, sampled, jax.random.fold_in(key, 1))
   ids = module.draft_ids[...] if hasattr(module, "draft_ids") else None
@@ -260,7 +263,7 @@ def train_step(setup: Setup, state: TrainState, frozen: Any, target_params: Any,
   """
   def mean_loss(params):
     sums = batch_sums(
-        setup, params, frozen, target_params, batch, setup.options.sampled_vocab)
+        setup, params, frozen, target_params, batch, sampled=setup.options.sampled_vocab)
     # Weights of a block sum to less than one each: the guard is for a batch without any.
     return sums["loss"] / jnp.where(sums["weight"] > 0, sums["weight"], 1.0), sums
 
@@ -281,6 +284,10 @@ def train_step(setup: Setup, state: TrainState, frozen: Any, target_params: Any,
   return sharding.pin(state, setup.mesh, setup.head_dim), sharding.replicated(sums, setup.mesh)
 
 
+def _batch_key(setup: Setup, batch: dict) -> jax.Array:
+  return jax.random.fold_in(jax.random.key(setup.options.seed), batch["step"])
+
+
 def drafter_of(setup: Setup, params: Any, frozen: Any) -> nnx.Module:
   """The drafter of the parameters, in the dtype it computes in."""
   low = jnp.dtype(setup.options.dtype)
@@ -288,19 +295,18 @@ def drafter_of(setup: Setup, params: Any, frozen: Any) -> nnx.Module:
   return nnx.merge(setup.graph, params, frozen)
 
 
-@functools.partial(jax.jit, static_argnames=("setup",))
-def validation_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict):
-  """The sums of a batch, without a gradient."""
-  return sharding.replicated(
-      batch_sums(setup, params, frozen, target_params, batch), setup.mesh)
-
-
-@functools.partial(jax.jit, static_argnames=("setup",))
-def validation_chances(setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict):
-  """How probably each supervised token is an accepted draft (`replay.packed_chances`)."""
+@functools.partial(jax.jit, static_argnames=("setup", "replayed"))
+def validation_sums(
+    setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict, replayed: bool):
+  """The sums of a batch, without a gradient, and if `replayed` (else None) how probably each
+  supervised token is an accepted draft (`replay.packed_chances`)."""
   module = drafter_of(setup, params, frozen)
-  return sharding.replicated(replay.packed_chances(
-      module, nnx.merge(setup.target, target_params), batch, REPLAYED), setup.mesh)
+  target = nnx.merge(setup.target, target_params)
+  states = module.train_states(batch, target, _batch_key(setup, batch))
+  sums = batch_sums(setup, params, frozen, target_params, batch, states=states)
+  chances = replay.packed_chances(
+      module, target, batch, REPLAYED, states) if replayed else None
+  return sharding.replicated((sums, chances), setup.mesh)
 
 
 def validate(setup: Setup, params: Any, target_params: Any, batches: Iterable[dict]) -> dict:
@@ -308,12 +314,11 @@ def validate(setup: Setup, params: Any, target_params: Any, batches: Iterable[di
   total: dict[str, np.ndarray] = {}
   replayed: dict[str, np.ndarray] = {}
   for batch in batches:
-    placed = sharding.place_rows(batch, setup.mesh)
-    sums = jax.device_get(validation_sums(setup, params, setup.frozen, target_params, placed))
+    sums, chances = jax.device_get(validation_sums(
+        setup, params, setup.frozen, target_params, sharding.place_rows(batch, setup.mesh),
+        "hidden" in batch and setup.kind in replay.PACKED))
     total = {name: total.get(name, 0.0) + value for name, value in sums.items()}
-    if "hidden" in batch and setup.kind in replay.PACKED:
-      chances = np.asarray(
-          validation_chances(setup, params, setup.frozen, target_params, placed))
+    if chances is not None:
       found = replay.packed_rounds(chances, batch, setup.kind, REPLAYED)
       replayed |= {name: replayed.get(name, 0.0) + value for name, value in found.items()}
   # In the unit of the report: tokens per round of decoding REPLAYED drafts a round.

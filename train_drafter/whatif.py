@@ -1,7 +1,8 @@
 """Where speculation pays: memory of target and drafter, and a roofline of named accelerators.
 
-The evaluate stage measures `memory` with the modules at hand; `section` turns it and the replayed
-tau into the sections `memory` and `whatif` of the report. A roofline says what no program beats: a
+The evaluate stage measures `memory` with the modules at hand; `report.py` turns it, the replayed
+tau and the measured costs into the section `whatif` with `section` here, whose part "measured" is
+that of `payoff.py`. A roofline says what no program beats: a
 pass takes as long as its bytes at full bandwidth or its operations at full speed, whichever is
 longer. Kernels, communication and the host come on top.
 """
@@ -57,6 +58,9 @@ ACCELERATORS = (
 )
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (512, 4096, 32768)
+# A dense model of today that fills a small accelerator: 15.5 billion parameters in bfloat16.
+DENSE_BYTES = 31e9
+DENSE_TAUS = (2.0, 3.0, 4.0)
 # Published mixtures: experts of a layer and how many of them a token uses.
 MIXTURES = {"Mixtral 8x7B": (8, 2), "OLMoE 1B-7B": (64, 8), "Qwen3-30B-A3B": (128, 8)}
 
@@ -152,12 +156,15 @@ def memory(target: Target, drafter: Drafter) -> dict[str, Any]:
 
   Returns:
     {"target": {"dtype", "parameters", "parameter_bytes", "cache_bytes_per_token",
-    "head_parameters"}, "drafter": the same ("parameter_bytes" without what it borrows), with
-    "kind" and "depth_passes" ("each" for a pass for each draft, "block" for one), and
-    "features_bytes_per_token"; "cache_tokens_displaced": tokens of the target's cache that would
-    fit into the drafter's parameters; "peak_device_bytes": null where the backend does not tell}.
+    "head_parameters", and of a mixture "experts", "experts_per_token" and "expert_parameters" of
+    one expert in all layers}, "drafter": the same ("parameter_bytes" without what it borrows), with
+    "kind" and "depth_passes" ("each" for a pass for each draft, "block" for one);
+    "features_per_token" and their bytes; "cache_tokens_displaced": tokens of the target's cache
+    that would fit into the drafter's parameters; "peak_device_bytes": null where the backend does
+    not tell}.
   """
   config, module = target.config, drafter.module
+  E = config.num_experts
   count, size = _size(target.params)
   cache = _state_bytes(lambda rows, capacity: init_cache(
       config, rows, capacity, target.module.embed[...].dtype))
@@ -172,7 +179,10 @@ def memory(target: Target, drafter: Drafter) -> dict[str, Any]:
           "head_parameters": config.vocab_size * config.hidden_size,
           "embedding_parameters": 0 if config.tie_embeddings else
           config.vocab_size * config.hidden_size,
-          "attention_width": config.num_layers * config.num_heads * config.head_dim},
+          "attention_width": config.num_layers * config.num_heads * config.head_dim,
+          "experts": E, "experts_per_token": config.experts_per_token if E else 0,
+          "expert_parameters":
+              3 * config.num_layers * config.hidden_size * config.expert_size if E else 0},
       "drafter": {
           "kind": drafter.kind, "parameters": own, "trained_parameters": trained,
           "parameter_bytes": own_size,
@@ -183,6 +193,7 @@ def memory(target: Target, drafter: Drafter) -> dict[str, Any]:
           * module.config.head_dim,
           "depth_passes": "block" if drafter.kind in ("dflash", "dspark") else "each"},
       # float32 as the pass returns them; they live for one round, or in the drafter's own state.
+      "features_per_token": len(module.taps) * config.hidden_size,
       "features_bytes_per_token": 4 * len(module.taps) * config.hidden_size,
       "cache_tokens_displaced": own_size / cache,
       "peak_device_bytes": stats.get("peak_bytes_in_use")}
@@ -195,18 +206,20 @@ def models(facts: Mapping[str, Any]) -> tuple[Model, Model]:
   """
   target, drafter = facts["target"], facts["drafter"]
   per = target["parameter_bytes"] / target["parameters"]
-  read = target["parameters"] - target["embedding_parameters"]
+  expert, k = target.get("expert_parameters", 0), target.get("experts_per_token", 0)
+  experts = target.get("experts", 0)
+  read = target["parameters"] - target["embedding_parameters"] - experts * expert
   borrowed = 0 if drafter["head_is_own"] else 1
   weights = drafter["parameters"] + borrowed * drafter["head_parameters"]
   return (
-      Model(read * per, 2.0 * read, target["cache_bytes_per_token"],
-            4.0 * target["attention_width"]),
+      Model(read * per, 2.0 * (read + k * expert), target["cache_bytes_per_token"],
+            4.0 * target["attention_width"], expert * per, experts, k),
       Model(drafter["parameter_bytes"] + borrowed * drafter["head_bytes"], 2.0 * weights,
             drafter["cache_bytes_per_token"], 4.0 * drafter["attention_width"]))
 
 
 def section(facts: Mapping[str, Any], taus: Mapping[int, float]) -> dict[str, Any]:
-  """The what-if page of one target and drafter.
+  """The what-if page of one target and drafter, as far as it is computed.
 
   Args:
     facts: of `memory`.
@@ -214,9 +227,11 @@ def section(facts: Mapping[str, Any], taus: Mapping[int, float]) -> dict[str, An
 
   Returns:
     {"accelerators": [{"name", "peak_flops", "bandwidth", "memory", "source",
-    "plain_tokens_per_s" of one sequence, "rows": [{"batch", "context", "plain_tokens_per_s",
-    "tokens_per_s", "speedup", "draft_len"}]}], each row with the best K; "experts": [{"name",
-    "experts", "per_token", "by_tokens": {T: distinct experts of a layer}}]}.
+    "plain_tokens_per_s" of one sequence; "cache_tokens", "cache_tokens_with_drafter" that fit
+    beside the weights, null where those do not fit; "rows": [{"batch", "context",
+    "plain_tokens_per_s", "tokens_per_s", "speedup", "draft_len"}]}], each row with the best K;
+    "dense": of `dense_example`; "experts": [{"name", "experts", "per_token", "by_tokens": {T:
+    distinct experts of a layer}}], the target first if it is a mixture}.
   """
   target, drafter = models(facts)
   each = facts["drafter"]["depth_passes"] == "each"
@@ -226,22 +241,82 @@ def section(facts: Mapping[str, Any], taus: Mapping[int, float]) -> dict[str, An
     for batch in BATCHES:
       for context in CONTEXTS:
         plain = plain_ceiling(chip, target, batch, context)
-        best = max(((speculative_ceiling(
-            chip, target, drafter, tau, K, passes=K if each else 1, rows=batch, context=context),
-            K) for K, tau in taus.items()), default=(None, None))
+        fast, K = _best(chip, target, drafter, taus, each, rows=batch, context=context)
         rows.append({
             "batch": batch, "context": context, "plain_tokens_per_s": plain,
-            "tokens_per_s": best[0], "draft_len": best[1],
-            "speedup": None if best[0] is None else best[0] / plain})
+            "tokens_per_s": fast, "draft_len": K,
+            "speedup": None if fast is None else fast / plain})
     chips.append({
         "name": chip.name, "peak_flops": chip.flops, "bandwidth": chip.bandwidth,
         "memory": chip.memory, "source": chip.source,
-        "plain_tokens_per_s": plain_ceiling(chip, target), "rows": rows})
-  return {"accelerators": chips, "experts": experts_table()}
+        "plain_tokens_per_s": plain_ceiling(chip, target),
+        **cache_room(facts, chip.memory), "rows": rows})
+  own = facts["target"]
+  mixture = {"this target": (own["experts"], own["experts_per_token"])} if own.get(
+      "experts") else {}
+  return {"accelerators": chips, "dense": dense_example(facts, taus),
+          "experts": experts_table(mixture | MIXTURES)}
 
 
-def experts_table(widths: Sequence[int] = (1, 2, 4, 6, 8, 16, 32, 64)) -> list[dict]:
-  """Expected distinct experts of a layer by the tokens of a pass, for published mixtures."""
+def _best(chip, target, drafter, taus, each, **shape) -> tuple[float | None, int | None]:
+  """Tokens per second with the best K, and that K."""
+  return max(((speculative_ceiling(
+      chip, target, drafter, tau, K, passes=K if each else 1, **shape), K)
+      for K, tau in taus.items()), default=(None, None))
+
+
+def cache_room(facts: Mapping[str, Any], memory_bytes: float) -> dict[str, float | None]:
+  """Tokens of cache beside the weights, without and with the drafter (its weights, and its own
+  state of each token)."""
+  target, drafter = facts["target"], facts["drafter"]
+  left = memory_bytes - target["parameter_bytes"]
+  plain = left / target["cache_bytes_per_token"]
+  both = (left - drafter["parameter_bytes"]) / (
+      target["cache_bytes_per_token"] + drafter["cache_bytes_per_token"])
+  return {"cache_tokens": plain if plain > 0 else None,
+          "cache_tokens_with_drafter": both if both > 0 else None}
+
+
+def dense_example(
+    facts: Mapping[str, Any], taus: Mapping[int, float], size: float = DENSE_BYTES,
+) -> dict[str, Any]:
+  """What the same tau would buy a dense model of `size` bytes of weights, one sequence at a time.
+
+  Its drafter is as large beside it as the one at hand beside its target. The context costs nothing
+  here: the plain ceiling is bandwidth / bytes of weights.
+
+  Returns:
+    {"weight_bytes", "drafter_share": of the bytes that a pass reads, "rows": [{"name", "fits",
+    "plain_tokens_per_s", "draft_len", "tau", "tokens_per_s": with the best K, and "tau_2",
+    "tau_3", "tau_4": tokens per second of such a tau with that K and drafter}]}.
+  """
+  target, drafter = models(facts)
+  share = drafter.weight_bytes / (
+      target.weight_bytes + target.expert_bytes * target.experts)
+  each = facts["drafter"]["depth_passes"] == "each"
+  per = facts["target"]["parameter_bytes"] / facts["target"]["parameters"]
+  large, small = (Model(part, 2.0 * part / per) for part in (size, size * share))
+  rows = []
+  for chip in ACCELERATORS:
+    fast, K = _best(chip, large, small, taus, each)
+    row = {"name": chip.name, "fits": bool(size * (1 + share) <= chip.memory),
+           "plain_tokens_per_s": plain_ceiling(chip, large), "draft_len": K,
+           "tau": taus.get(K), "tokens_per_s": fast}
+    for tau in DENSE_TAUS if K else ():
+      row[f"tau_{tau:g}"] = _best(chip, large, small, {K: tau}, each)[0]
+    rows.append(row)
+  return {"weight_bytes": size, "drafter_share": share, "rows": rows}
+
+
+def experts_table(
+    mixtures: Mapping[str, tuple[int, int]], widths: Sequence[int] = (1, 2, 4, 6, 8, 16, 32, 64),
+) -> list[dict]:
+  """Expected distinct experts of a layer by the tokens of a pass.
+
+  Args:
+    mixtures: experts and how many of them a token uses, by name.
+    widths: tokens of a pass, of all sequences together.
+  """
   return [{"name": name, "experts": N, "per_token": k,
            "by_tokens": {str(T): distinct_experts(N, k, T) for T in widths}}
-          for name, (N, k) in MIXTURES.items()]
+          for name, (N, k) in mixtures.items()]

@@ -42,6 +42,7 @@ BAD = [
     ("train.teacher_temperature", INF), ("train.chunk", 0), ("train.validation", 0),
     ("train.eval_every", -1), ("train.keep", 0), ("train.profile", "yes"), ("train.seed", -1),
     ("evaluate.more_draft_lens", (3, 0)), ("evaluate.batch_sizes", (0,)),
+    ("evaluate.contexts", (0,)), ("evaluate.self_prompts", -1),
     ("evaluate.draft_len", 0), ("evaluate.temperatures", ()), ("evaluate.temperatures", (-0.5,)),
     ("evaluate.rules", ("greedy",)), ("evaluate.identity_dtype", ""), ("evaluate.dtype", "fp32"),
     ("evaluate.drafter_dtype", "f"), ("evaluate.speed_dtypes", ("float32", "int4")),

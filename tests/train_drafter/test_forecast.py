@@ -29,7 +29,7 @@ def part(rule="greedy", temperature=0.0, decoded=2, lengths=(1, 2), measured=(4,
 
 
 COST = {"dtype": "float32", "prompts": ["a"], "plain_step_s": 0.01, "verify": [1.0, 1.1, 1.5],
-        "draft": [0.1, 0.2], "draft_lens": [1, 2], "batches": [],
+        "draft": [0.1, 0.2], "draft_lens": [1, 2], "batches": [], "contexts": [],
         "measured": [{"draft_len": 1, "speedup": 1.2, "speedup_ci": [1.1, 1.3],
                       "speedup_pooled": 1.15}]}
 
@@ -41,6 +41,7 @@ def test_replay_rows_by_hand():
   assert one["tau"] == 12 / 9 and two["tau"] == two["measured"] == 2.0
   assert two["difference_ci"] == [0, 0] and two["agrees"] is True and not warnings
   assert two["uniform_anchor"] == 2.5 and two["survival"] == [0.5, 0.5]
+  assert two["bias"] == 0.5 and one["bias"] == 2.5 - 12 / 9
   assert (two["prompts"], two["rule"], two["temperature"]) == (3, "greedy", 0.0)
 
 
@@ -76,6 +77,7 @@ def test_prediction_by_hand():
   assert one["tau_timed"] == 8 / 6
   assert (one["measured"], two["measured"], two["measured_ci"]) == (1.2, 1.25, [1.2, 1.3])
   assert (one["measured_pooled"], two["measured_pooled"]) == (1.15, None)
+  assert one["error"] == pytest.approx(8 / 6 / 1.2 / 1.15 - 1) and two["error"] is None
   assert (one["chosen"], two["chosen"]) == (False, True)
   assert forecast.prediction_section([COST], [warm], speed, "small_lm", 2) == []
 
@@ -99,8 +101,16 @@ def test_a_finished_run_predicts_and_checks(finished):
   cost, = made["costs"]
   assert len(cost["verify"]) == 8 and len(cost["draft"]) == 7 and cost["verify"][0] == 1
   assert all(v > 0 for v in cost["verify"] + cost["draft"]) and len(cost["prompts"]) == 3
-  assert [b["batch"] for b in cost["batches"]] == [1, 2]
-  assert all(b["verify_cost"] > 0 and b["draft_cost"] > 0 for b in cost["batches"])
+  places = lambda name, axis: [(row[axis], row["draft_len"]) for row in cost[name]]
+  assert places("batches", "batch") == [(1, 1), (1, 3), (2, 1), (2, 3)]
+  assert places("contexts", "context") == [(32, 1), (32, 3), (64, 1), (64, 3)]
+  for row in cost["batches"] + cost["contexts"]:
+    assert row["verify_cost"] > 0 and row["draft_cost"] > 0 and row["plain_step_s"] > 0
+  found = made["whatif"]["measured"]
+  assert [r["speedup"] for r in found["contexts"][2:]] == pytest.approx([
+      rows[0.0, row["draft_len"]]["tau"] / (row["draft_cost"] + row["verify_cost"])
+      for row in cost["contexts"][2:]])
+  assert sum(r["chosen"] for r in found["batches"]) == 2
   assert [r["draft_len"] for r in made["prediction"]] == list(range(1, 8))
   assert sum(r["chosen"] for r in made["prediction"]) == 1
   timed = {r["draft_len"]: r["measured"] for r in made["prediction"]}
@@ -149,13 +159,13 @@ def test_sections_of_a_hand_written_report(tmp_path):
   """A disagreement stands among the report's warnings, and the sections come back from disk."""
   everything = dict(
       target="toy", drafter="small_lm", draft_len=5, max_new_tokens=128, records=hand_written(),
-      replay=[part(measured=(6, 3, 0))], costs=[COST], memory={"features_bytes_per_token": 0},
-      whatif={"accelerators": []})
+      replay=[part(measured=(6, 3, 0))], costs=[COST], memory={"features_bytes_per_token": 0})
   made = report.build_report(**everything)
   assert [w for w in made["warnings"] if "DISAGREE" in w]
   assert [r["tau"] for r in made["replay"]] == [12 / 9, 2.0]
   assert [r["chosen"] for r in made["prediction"]] == [False, True]
   assert made["costs"] == [COST] and made["memory"] == {"features_bytes_per_token": 0}
+  assert made["whatif"] is None
   report.save_evaluation(tmp_path, **everything)
   assert report.report_from_folder(tmp_path) == made
   for section, name in (("replay", "agrees"), ("prediction", "chosen"), ("costs", "verify")):

@@ -179,7 +179,7 @@ def test_sampled_vocabulary_in_a_step(kind, target):
   setup, state = train.make_setup(cfg, target, module, 20)
   count = target.config.vocab_real if not hasattr(module, "draft_ids") else len(module.draft_ids)
   sums = jax.jit(lambda step, size: train.batch_sums(
-      setup, state.params, setup.frozen, target.params, batch | {"step": step}, size),
+      setup, state.params, setup.frozen, target.params, batch | {"step": step}, sampled=size),
       static_argnums=1)
   # Anchors are drawn anew each step, so whole and part are compared step by step.
   whole, same = sums(0, 0), sums(0, count)

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -151,6 +152,10 @@ def test_a_validation_replays_the_answers_of_its_batches(kind):
   arrays["features"] = target.module.hidden(
       arrays["tokens"], arrays["positions"], taps=at, segments=arrays["segments"]).features
   chances = np.asarray(replay.packed_chances(drafter.module, target.module, arrays, 3))
+  known = jax.jit(lambda batch: drafter.module.train_states(
+      batch, target.module, jax.random.key(1)))(arrays)
+  np.testing.assert_array_equal(chances, replay.packed_chances(
+      drafter.module, target.module, arrays, 3, known))
   sums = replay.packed_rounds(chances, batch, drafter.kind, 3)
   for name, heat in (("replay_tau", 1.0), ("replay_tau_T0", 0.0)):
     own = [i for i, h in enumerate(heats) if h == heat]

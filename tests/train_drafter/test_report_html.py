@@ -50,20 +50,45 @@ class Page(HTMLParser):
 
 
 OPTIONAL = {
-  "replay": [{"temperature": 1.0, "rule": "ratio", "draft_len": k, "tau": 2.125 + k,
-              "tau_ci": [2.0 + k, 2.25 + k], "uniform_anchor": 3.11 + k, "survival": [0.77] * k,
-              "measured": 2.2 + k, "measured_ci": [2.1 + k, 2.3 + k], "agrees": k == 1}
+  "costs": [{"dtype": dtype, "prompts": ["code-1"], "plain_step_s": 0.016, "verify": [1.0, 1.37],
+             "draft": [0.125], "draft_lens": [1], "measured": [], "batches": [], "contexts": []}
+            for dtype in ("float32", "bfloat16")],
+  "replay": [{"temperature": 1.0, "rule": "ratio", "draft_len": k, "prompts": 3, "tau": 2.125 + k,
+              "tau_ci": [2.0 + k, 2.25 + k], "uniform_anchor": 3.11 + k, "bias": 0.91,
+              "survival": [0.77] * k, "measured": 2.2 + k,
+              "measured_ci": [2.1 + k, 2.3 + k], "difference": 0.075,
+              "difference_ci": [-0.01 if k == 1 else 0.02, 0.16], "agrees": k == 1}
              for k in (1, 3)],
-  "prediction": [{"dtype": "bfloat16", "draft_len": k, "tau": 1.5, "draft_cost": 0.125 * k,
-                  "verify_cost": 1.37, "speedup": 1.77, "measured": 1.2 if k == 1 else None,
-                  "chosen": k == 2} for k in (1, 2, 3)],
-  "memory": {"target": {"parameter_bytes": 3 << 29, "parameters": 135 * 10**6},
-             "peak_device_bytes": None},
-  "whatif": {"accelerators": [
-                 {"name": "GB10", "bandwidth": 273e9, "plain_tokens_per_s": 8.8, "rows": [
-                     {"batch": b, "context": c, "speedup": 1.9} for b in (1, 8) for c in (5, 7)]},
-                 {"name": "TPU", "bandwidth": 819e9, "plain_tokens_per_s": None, "rows": []}],
-             "experts": [{"name": "mix", "count": 64, "by_tokens": {"1": 8.0, "6": 33.5}}]},
+  "prediction": [{"dtype": "bfloat16", "temperature": 0.0, "draft_len": k, "tau": 1.5,
+                  "tau_timed": 1.6, "draft_cost": 0.125 * k, "verify_cost": 1.37, "speedup": 1.77,
+                  "speedup_timed": 1.81, "measured": 1.2 if k == 1 else None,
+                  "measured_ci": [1.1, 1.3] if k == 1 else [None, None],
+                  "measured_pooled": 1.21 if k == 1 else None,
+                  "error": 0.5 if k == 1 else None, "chosen": k == 2} for k in (1, 2, 3)],
+  "memory": {"target": {"dtype": "bfloat16", "parameter_bytes": 3 << 29, "parameters": 135 * 10**6,
+                        "cache_bytes_per_token": 2048.0},
+             "drafter": {"kind": "eagle3", "parameters": 10**7, "trained_parameters": 5 * 10**6,
+                         "parameter_bytes": 1 << 20, "cache_bytes_per_token": 256.0},
+             "features_per_token": 96, "features_bytes_per_token": 384,
+             "cache_tokens_displaced": 512.0, "peak_device_bytes": None},
+  "whatif": {
+    "measured": {
+      "batches": [{"dtype": "bfloat16", "batch": b, "draft_len": 3, "plain_step_s": 0.016 * b,
+                   "draft_cost": 0.5, "verify_cost": 1.5, "tau": 2.5, "speedup": 1.25 / b,
+                   "plain_tokens_per_s": 62.5, "tokens_per_s": 78.125 / b, "chosen": True}
+                  for b in (1, 2)],
+      "contexts": []},
+    "accelerators": [
+      {"name": name, "bandwidth": 273e9, "peak_flops": 125e12, "memory": 128e9,
+       "plain_tokens_per_s": plain, "cache_tokens": 61e6, "cache_tokens_with_drafter": None,
+       "rows": [{"batch": b, "context": c, "plain_tokens_per_s": 7.5, "tokens_per_s": 14.25,
+                 "speedup": 1.9, "draft_len": 3} for b in (1, 8) for c in (5, 7)]}
+      for name, plain in (("GB10", 8.8), ("TPU", None))],
+    "dense": {"weight_bytes": 31e9, "drafter_share": 0.125, "rows": [
+      {"name": "GB10", "fits": True, "plain_tokens_per_s": 8.81, "draft_len": 3, "tau": 2.5,
+       "tokens_per_s": 19.6, "tau_2": 15.7, "tau_3": 23.5}]},
+    "experts": [{"name": "mix", "experts": 64, "per_token": 8,
+                 "by_tokens": {"1": 8.0, "6": 35.2}}]},
 }
 
 
@@ -86,7 +111,8 @@ def test_the_page_is_whole_and_asks_for_nothing():
                   "Speed", "Predicted speed-up", "Memory", "Where speculation pays", "Identity",
                   "Definitions", "Provenance"):
     assert heading in page.words
-  assert page.tags.count("svg") == 2 + 2 + 1 + 2 + 1  # category, position, replay, S, what if
+  # By category and position twice; replay; S and costs of two dtypes; batches, roofline, experts.
+  assert page.tags.count("svg") == 2 + 2 + 1 + 3 + 3
 
 
 def test_sections_that_the_report_lacks_do_not_appear():
@@ -117,9 +143,11 @@ def test_text_is_escaped_everywhere():
       records=records, target=evil, provenance={evil: evil, "config": {evil: [evil]}}))
   report |= copy.deepcopy(OPTIONAL)
   report["warnings"], report["definitions"] = [evil], {evil: evil}
-  report["prediction"][0]["dtype"] = report["whatif"][evil] = evil
-  report["memory"][evil] = {evil: [{evil: evil}]}
+  report["prediction"][0]["dtype"] = report["whatif"]["experts"][0]["name"] = evil
+  report["memory"]["target"]["dtype"] = report["memory"]["drafter"]["kind"] = evil
   report["whatif"]["accelerators"][0]["name"] = report["replay"][0]["rule"] = evil
+  report["whatif"]["dense"]["rows"][0]["name"] = evil
+  report["whatif"]["measured"]["batches"][0]["dtype"] = evil
   page = Page(html(report))
   assert not page.open and "script" not in page.tags
   assert page.words.count('<script>alert("x")</script>') >= 18
@@ -137,7 +165,7 @@ def allowed(value, found):
   elif isinstance(value, str):
     found.update(re.findall(r"\d+(?:\.\d+)*", value))
   elif isinstance(value, int | float) and not isinstance(value, bool):
-    scales = [1, 100, *(1 / base**power for base in (1000, 1024) for power in range(1, 5))]
+    scales = [1, 100, 1000, *(1 / base**power for base in (1000, 1024) for power in range(1, 5))]
     for scale in scales:
       shown = value * scale
       found.update(f"{shown:{form}}" for form in (".0f", ".1f", ".2f", ".3f", "g", "#.3g", ".4g"))
@@ -150,6 +178,7 @@ def test_every_figure_on_the_page_is_one_of_the_report():
   found = {"95"}  # of the intervals
   allowed(report, found)
   found |= {str(k) for k in range(1, report["draft_len"] + 1)}  # positions
+  found |= {"10"}  # how close is close
   text = re.sub(r"v\(K\+1\)", "", page.words)
   figures = re.findall(r"\d+(?:\.\d+)*", text)
   assert len(figures) > 200
@@ -167,14 +196,27 @@ def test_the_figures_are_where_a_reader_looks_for_them():
   # All: 16/6; 11/28; mean of 10/3, 3, 3/2; one of six rounds was cut by EOS.
   interval = "{:.2f}–{:.2f}".format(*report["settings"][0]["all"]["tau_ci"])
   assert f"all 2.67 ({interval}) 39.3 2.61 16.7 0.0 2.67 1.00 3" in page.words
-  assert "3.125 (3.000–3.250)" in page.words  # replay at K = 1
-  assert "1.50 GiB" in page.words and "273 G" in page.words
-  assert "parameters 135 M" in page.words
+  # Replay at K = 1 and 3: 2.125 + K, anchors 3.11 + K off by 0.91 from the decoded 2.2 + K.
+  assert "1 ratio 1 3.12 (3.00–3.25) 3.20 yes +0.075 4.11 +0.91" in page.words
+  assert "1 ratio 3 5.12 (5.00–5.25) 5.20 NO +0.075 6.11 +0.91" in page.words
+  assert "DISAGREES at T=1, ratio, K=3: replay 5.125, decoding 5.200" in page.words
+  assert "agrees at T=1, ratio, K=1" in page.words
+  assert "bfloat16 1 1.77 1.20 (1.10–1.30) 1.50 0.12 1.37 1.81 1.21 +50" in page.words
+  assert "bfloat16 2 1.77 – yes 1.50" in page.words
+  assert "bfloat16: choose K = 2 (S 1.77)" in page.words
+  assert "OFF in bfloat16 at K=1: predicted +50 % from the measured speed-up" in page.words
+  assert "target bfloat16 135 M – 1.50 GiB 2.00 KiB" in page.words
+  assert "take the room of 512 tokens of the target's cache, and its own cache adds 256 B" in (
+      page.words)
+  assert "features that the drafter reads: 96 numbers, 384 B of each" in page.words
+  assert "peak device memory: this backend does not tell" in page.words
   assert "0.77" not in page.words  # lists by position are for programs
-  assert "name bandwidth plain tokens per s GB10 273 G 8.80 TPU 819 G –" in page.words
-  assert "GB10: rows batch context speedup 1 5 1.90 1 7 1.90 8 5 1.90" in page.words
-  assert "name count by tokens 1 by tokens 6 mix 64 8.00 33.5" in page.words
-  assert re.search(r"bfloat16 1 1.50 0.125 1.37 1.77 1.20 no", page.words)
+  assert "bfloat16 1 3 1.25 yes 78.1" in page.words
+  assert "bfloat16 2 3 0.62 plain 39.1 62.5 0.50 1.50 32.0" in page.words
+  assert "1: K = 3, S 1.25; 2: plain decoding (S 0.62 at best)" in page.words
+  assert "GB10 8.8 7.5 14.2 1.90 3 61 M – 273 GB/s 125 TFLOP/s 128 GB TPU" in page.words
+  assert "GB10 8.8 3 2.50 19.6 15.7 23.5 yes" in page.words
+  assert "mix 64 8 8.0 35.2" in page.words
 
 
 def test_categories_stand_in_order_of_tau_at_each_setting():

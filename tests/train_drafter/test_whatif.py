@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spec_jax import drafters
-from tests import tiny
+from tests import families, tiny
 from tests.drafters import test_dflash
 from train_drafter import whatif
 from train_drafter.whatif import Model
@@ -102,3 +102,58 @@ def test_the_section_has_a_row_for_every_batch_and_context():
   assert chip["plain_tokens_per_s"] == pytest.approx(chip["bandwidth"] / read)
   empty = whatif.section(facts, {})["accelerators"][0]["rows"][0]
   assert empty["tokens_per_s"] is None and empty["plain_tokens_per_s"] > 0
+
+
+FACTS = {
+    "target": {"dtype": "bfloat16", "parameters": 1000, "parameter_bytes": 2000,
+               "cache_bytes_per_token": 10.0, "head_parameters": 100, "embedding_parameters": 0,
+               "attention_width": 1},
+    "drafter": {"kind": "small_lm", "parameters": 100, "parameter_bytes": 200,
+                "cache_bytes_per_token": 2.0, "head_parameters": 0, "head_bytes": 0,
+                "head_is_own": True, "attention_width": 1, "depth_passes": "each"},
+}
+
+
+def test_a_31_gb_dense_model_on_every_accelerator():
+  """A tenth of the weights in the drafter, K = 5, tau 3: a round reads 1.5 times the weights."""
+  dense = whatif.dense_example(FACTS, {1: 1.2, 5: 3.0})
+  assert dense["weight_bytes"] == 31e9 and dense["drafter_share"] == pytest.approx(0.1)
+  rows = {row["name"]: row for row in dense["rows"]}
+  own = rows["GB10"]
+  assert own["plain_tokens_per_s"] == pytest.approx(8.8, abs=0.05)
+  assert (own["draft_len"], own["tau"], own["fits"]) == (5, 3.0, True)
+  assert own["tokens_per_s"] == own["tau_3"] == pytest.approx(273 / 31 * 3.0 / 1.5)
+  assert own["tau_2"] == pytest.approx(273 / 31 * 2.0 / 1.5)
+  assert not rows["TPU v5e"]["fits"] and not rows["TPU v6e"]["fits"] and rows["TPU v5p"]["fits"]
+  empty = whatif.dense_example(FACTS, {})["rows"][0]
+  assert empty["tokens_per_s"] is None and "tau_2" not in empty
+
+
+def test_what_the_drafter_takes_away_from_the_cache():
+  assert whatif.cache_room(FACTS, 3400) == {
+      "cache_tokens": 140.0, "cache_tokens_with_drafter": 100.0}
+  assert whatif.cache_room(FACTS, 2100) == {
+      "cache_tokens": 10.0, "cache_tokens_with_drafter": None}
+
+
+def test_a_mixture_reads_the_experts_that_its_tokens_use():
+  """Four experts of 200 parameters, one for each token: 200 dense ones remain."""
+  mixture = FACTS | {"target": FACTS["target"] | {
+      "experts": 4, "experts_per_token": 1, "expert_parameters": 200}}
+  model, _ = whatif.models(mixture)
+  assert (model.weight_bytes, model.flops_per_token) == (400, 2 * 400)
+  assert whatif.pass_bytes(model, 1, 1, 0) == 400 + 400
+  assert whatif.pass_bytes(model, 1, 2, 0) == pytest.approx(400 + 400 * 4 * (1 - 0.75**2))
+  assert whatif.dense_example(mixture, {1: 1.2})["drafter_share"] == pytest.approx(0.1)
+  first = whatif.section(mixture, {1: 1.2})["experts"][0]
+  assert (first["name"], first["experts"]) == ("this target", 4)
+  assert first["by_tokens"]["2"] == pytest.approx(4 * (1 - 0.75**2))
+
+
+def test_memory_of_a_mixture_counts_its_experts():
+  target = families.target("qwen3_moe")
+  facts = whatif.memory(target, drafters.wrap(
+      "small_lm", "d", drafters.init_from_target(target, (0,))))["target"]
+  assert (facts["experts"], facts["experts_per_token"]) == (6, 2)
+  own = sum(v.size for n, v in families.tensors(target.config).items() if ".experts_" in n)
+  assert facts["expert_parameters"] == own / 6

@@ -48,7 +48,8 @@ def make_config(root: Path) -> Config:
   cfg.train.validation, cfg.train.eval_every = 4, 2
   cfg.train.dtype = "float32"
   cfg.evaluate.draft_len, cfg.evaluate.more_draft_lens = 3, (1,)
-  cfg.evaluate.batch_sizes = (1, 2)
+  cfg.evaluate.batch_sizes, cfg.evaluate.contexts = (1, 2), (32, 64)
+  cfg.evaluate.self_prompts = 2
   cfg.evaluate.dtype = cfg.evaluate.drafter_dtype = "float32"
   cfg.evaluate.speed_dtypes = ("float32",)
   cfg.evaluate.max_new_tokens = 16
