@@ -34,8 +34,8 @@ from train_drafter.store import Store, StoredDocument
 
 STAGE = "verify_store"
 _ROUNDING = 2.0**-8
-_STATE_TOLERANCE = {"float32": 1e-3, "bfloat16": 2.0**-3}  # of the rms
-_LOG_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}  # nats
+_STATE_TOLERANCE = {"float32": 1e-3, "bfloat16": 2.0**-3, "int8w": 2.0**-3}  # of the rms
+_LOG_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "int8w": 0.25}  # nats
 _SHORTEST = 64  # documents are padded to this or twice it, and so on: few shapes
 
 

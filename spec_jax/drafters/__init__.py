@@ -33,9 +33,18 @@ from spec_jax.drafters.small_lm import SmallLM
 from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig, RopeScaling
 from spec_jax.models.decoder import block_shapes, tensor_shapes
-from spec_jax.target import DTYPES, Target, canonical_tensors, default_mask_id
+from spec_jax.models.quant import Int8Weight
+from spec_jax.target import (
+  DTYPES,
+  Target,
+  canonical_tensors,
+  default_mask_id,
+  held,
+  read_tensor,
+)
 from spec_jax.tokenizer import check_same_strings, check_same_vocabulary
 from spec_jax.weights import open_checkpoint, published
+from spec_jax.weights.stream import Lazy
 
 DRAFTERS = {"ngram": NGram, "lookup": Lookup, "small_lm": SmallLM, "eagle3": Eagle3,
             "dflash": DFlash, "dspark": DSpark}
@@ -111,20 +120,23 @@ def load_drafter(source: str, target: Target, dtype: str | None = None) -> Draft
   checkpoint = open_checkpoint(source)
   if target.tokenizer is not None:
     check_same_vocabulary(checkpoint.tokenizer(), target.tokenizer)
-  tensors = {name: jnp.asarray(checkpoint.read(name)) for name in checkpoint.names()}
-  own = {"embed": tensors["embed"], "head": tensors.get("head", tensors["embed"])}
-  module = small_lm(target, tensors, checkpoint.config, dtype=dtype, own=own)
+  tied = checkpoint.config.tie_embeddings
+  own = {name: read_tensor(checkpoint, name, dtype, tied)
+         for name in ("embed", "head") if name in checkpoint.names()}
+  module = small_lm(
+      target, Lazy(checkpoint), checkpoint.config, dtype=dtype,
+      own={"head": own["embed"]} | own if tied else own)
   return wrap("small_lm", source, module)
 
 
 def small_lm(
     target: Target,
-    tensors: Mapping[str, Array | np.ndarray],
+    tensors: Mapping[str, Array | np.ndarray | Int8Weight],
     config: DecoderConfig,
     *,
     dtype: str | None = None,
     draft_ids: np.ndarray | None = None,
-    own: dict[str, Array] | None = None,
+    own: Mapping[str, Array | Int8Weight] | None = None,
 ) -> SmallLM:
   """Builds a SmallLM from canonical tensors.
 
@@ -134,37 +146,39 @@ def small_lm(
     config: of the drafter.
     dtype: compute dtype, the target's by default.
     draft_ids: [Vd] reduced draft vocabulary: the head is then a copy of those rows.
-    own: the drafter's own "embed" and "head", when they are not the target's.
+    own: the drafter's own "embed" and "head" as the dtype holds them, when they are not the
+      target's.
   """
-  kind = DTYPES[dtype or target.dtype]
-  tensor = _checked(tensors, tensor_shapes(config), kind)
+  dtype = dtype or target.dtype
+  tensor = _checked(tensors, tensor_shapes(config), dtype)
   if own is None and config.hidden_size != target.config.hidden_size:
     raise UserError(
         f"drafter hidden_size={config.hidden_size} differs from the target's "
         f"{target.config.hidden_size}: it cannot share its embedding")
-  own = {name: jnp.asarray(value, kind) for name, value in (own or {}).items()}
+  own = own or {}
   head = own.get("head")
   if head is None:
-    head = lent_head(target, draft_ids, kind)
+    head = lent_head(target, draft_ids, dtype)
   divisors = np.asarray(tensors["rope_freqs"]) if "rope_freqs" in tensors else None
   return SmallLM(
       config, tensor, embed=own.get("embed"), head=head, draft_ids=draft_ids,
       rope_divisors=divisors)
 
 
-def lent_head(target: Target, draft_ids: np.ndarray | None, dtype: Any) -> Array | None:
-  """The target's head rows for a drafter: a copy where they are fewer or of another dtype, else
-  None (the drafter then reads the target's own)."""
-  if draft_ids is None and dtype == DTYPES[target.dtype]:
+def lent_head(
+    target: Target, draft_ids: np.ndarray | None, dtype: str) -> Array | Int8Weight | None:
+  """The target's head rows for a drafter: a copy where they are fewer or computed with in another
+  type, else None (the drafter then reads the target's own)."""
+  if draft_ids is None and DTYPES[dtype] == DTYPES[target.dtype]:
     return None
   rows = target.module.head_weight()
-  return jnp.asarray(rows if draft_ids is None else rows[jnp.asarray(draft_ids)], dtype)
+  return held("head", rows if draft_ids is None else rows[jnp.asarray(draft_ids)], dtype)
 
 
 def build(
-    kind: str, target: Target, tensors: Mapping[str, Array | np.ndarray], config: DecoderConfig,
-    options: Mapping[str, Any], *, dtype: str | None = None, draft_ids: np.ndarray | None = None,
-    head: np.ndarray | None = None,
+    kind: str, target: Target, tensors: Mapping[str, Array | np.ndarray | Int8Weight],
+    config: DecoderConfig, options: Mapping[str, Any], *, dtype: str | None = None,
+    draft_ids: np.ndarray | None = None, head: np.ndarray | None = None,
 ) -> LearnedDrafter:
   """Builds a learned drafter that borrows embedding and head from the target.
 
@@ -183,7 +197,7 @@ def build(
   """
   if kind == "small_lm":
     return small_lm(target, tensors, config, dtype=dtype, draft_ids=draft_ids)
-  low = DTYPES[dtype or target.dtype]
+  dtype = dtype or target.dtype
   settings = dict(options) | {"taps": tuple(options["taps"])}
   shapes = {"eagle3": eagle3_lib, "dflash": dflash_lib, "dspark": dflash_lib}[kind].tensor_shapes(
       config, settings["taps"])
@@ -199,20 +213,21 @@ def build(
     raise UserError(f"drafter taps={settings['taps']}: the target has "
                     f"{target.config.num_layers} layers")
 
-  own = lent_head(target, draft_ids, low) if head is None else jnp.asarray(head, low)
+  own = lent_head(target, draft_ids, dtype) if head is None else held("head", head, dtype)
   return DRAFTERS[kind](
-      config, _checked(tensors, shapes, low), head=own, draft_ids=draft_ids,
+      config, _checked(tensors, shapes, dtype), head=own, draft_ids=draft_ids,
       rope_divisors=divisors, **settings)
 
 
-def _checked(tensors, shapes, dtype) -> Callable[[str], Array]:
+def _checked(tensors, shapes, dtype: str) -> Callable[[str], Array | Int8Weight]:
   """A `tensor(name)` function that names what is missing; vectors stay float32."""
   def tensor(name):
     if name not in tensors:
       raise UserError(f"drafter tensor {name} is missing")
-    if tensors[name].shape != shapes[name]:
-      raise UserError(f"drafter tensor {name} has shape {tensors[name].shape}, not {shapes[name]}")
-    return jnp.asarray(tensors[name], jnp.float32 if tensors[name].ndim == 1 else dtype)
+    value = tensors[name]
+    if value.shape != shapes[name]:
+      raise UserError(f"drafter tensor {name} has shape {value.shape}, not {shapes[name]}")
+    return held(name, value, dtype)
 
   return tensor
 

@@ -32,6 +32,7 @@ from spec_jax.models.decoder import (
   rope_tables,
   rotate,
 )
+from spec_jax.models.quant import Int8Weight
 from spec_jax.sampling import Sampling
 from spec_jax.target import Target, canonical_tensors, llama_layer
 from spec_jax.types import Cache, Context, Proposal, TrainStates
@@ -177,7 +178,7 @@ class DFlash(LearnedDrafter):
       taps: tuple[int, ...],
       mask_id: int,
       block_size: int,
-      head: Array | None = None,
+      head: Array | Int8Weight | None = None,
       draft_ids: Array | np.ndarray | None = None,
       rope_divisors: np.ndarray | None = None,
       anchors: int = 64,

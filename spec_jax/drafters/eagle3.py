@@ -31,6 +31,7 @@ from spec_jax.models.decoder import (
   rope_tables,
   rotate,
 )
+from spec_jax.models.quant import Int8Weight
 from spec_jax.sampling import Sampling
 from spec_jax.target import llama_layer
 from spec_jax.types import Context, Proposal, TrainStates, pytree
@@ -92,7 +93,7 @@ class Eagle3(LearnedDrafter):
       *,
       taps: tuple[int, ...],
       steps: int = 7,
-      head: Array | None = None,
+      head: Array | Int8Weight | None = None,
       draft_ids: Array | np.ndarray | None = None,
       rope_divisors: np.ndarray | None = None,
   ):

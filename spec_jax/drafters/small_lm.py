@@ -14,6 +14,7 @@ from spec_jax.drafters.head import LearnedDrafter
 from spec_jax.models.cache import init_cache, insert_rows
 from spec_jax.models.config import DecoderConfig
 from spec_jax.models.decoder import Decoder, Stack, block_shapes, embed_rows
+from spec_jax.models.quant import Int8Weight
 from spec_jax.sampling import Sampling
 from spec_jax.types import Cache, Context, Proposal, TrainStates
 
@@ -34,8 +35,8 @@ class SmallLM(LearnedDrafter):
       config: DecoderConfig,
       tensor: Callable[[str], Array],
       *,
-      embed: Array | None = None,
-      head: Array | None = None,
+      embed: Array | Int8Weight | None = None,
+      head: Array | Int8Weight | None = None,
       draft_ids: Array | np.ndarray | None = None,
       rope_divisors: np.ndarray | None = None,
   ):
