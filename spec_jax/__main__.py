@@ -25,6 +25,7 @@ from spec_jax.errors import UserError
 from spec_jax.generate import Finished, Progress, Prompt, Run
 from spec_jax.platform import configure, tune_process
 from spec_jax.sampling import GREEDY_BELOW
+from spec_jax.sharding import parse_mesh
 from spec_jax.target import DTYPES, Target, load_target
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
@@ -57,6 +58,9 @@ def define_flags(values: flags.FlagValues) -> None:
   flags.DEFINE_multi_string("stop", [], "end at this text; may be given several times", **own)
   flags.DEFINE_integer("seed", 0, "of every random draw", **own)
   flags.DEFINE_string("dtype", "float32", f"compute type: {' or '.join(DTYPES)}", **own)
+  flags.DEFINE_string(
+      "mesh", "", "devices that the model is divided over: data,fsdp,tensor, such as 1,1,4 (-1 for "
+      "all that is left as data); one device by default", **own)
   flags.DEFINE_bool("compare", True, "measure plain against speculative decoding afterwards", **own)
 
 
@@ -88,7 +92,7 @@ def execute(values: flags.FlagValues, stdin: TextIOBase, out: TextIOBase) -> Non
       raise UserError(f"standard input is not text: {error}") from None
   if not text.strip():
     raise UserError("the prompt is empty")
-  target = load_target(values.target, values.dtype)
+  target = load_target(values.target, values.dtype, parse_mesh(values.mesh))
   drafter = None if values.drafter == "none" else load_drafter(values.drafter, target)
   start = _starter(values, target, _prompt(values, text, target))
   stream = Stream(target.tokenizer.decode, out, colours(out))

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from spec_jax import command, identity, platform
+from spec_jax import command, identity, platform, sharding
 from spec_jax import records as metrics
 from spec_jax.drafters import Drafter, load_drafter
 from spec_jax.errors import UserError
@@ -305,6 +305,9 @@ def define_flags(values: flags.FlagValues) -> None:
   flags.DEFINE_integer("max_new_tokens", 128, "the longest answer", 1, **own)
   flags.DEFINE_integer("batch_size", 8, "rows decoded together", 1, **own)
   flags.DEFINE_enum("dtype", "float32", list(DTYPES), "compute type", **own)
+  flags.DEFINE_string(
+      "mesh", "", "devices that the model is divided over: data,fsdp,tensor, such as 1,1,4 (-1 for "
+      "all that is left as data); one device by default", **own)
   flags.DEFINE_string("out", "certificate", "folder for certificate.json and certificate.md", **own)
 
 
@@ -321,7 +324,7 @@ def execute(values: flags.FlagValues) -> int:
   _make(Path(values.out))
   if values.drafter == "none":
     raise UserError("--drafter=none: a certificate is of speculative decoding; name a drafter")
-  target = load_target(values.target, values.dtype)
+  target = load_target(values.target, values.dtype, sharding.parse_mesh(values.mesh))
   drafter = load_drafter(values.drafter, target)
   ids = []
   for name, prompt in rows:

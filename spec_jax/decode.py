@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import sampling as sampling_lib
-from spec_jax import verify
+from spec_jax import sharding, verify
 from spec_jax.models.cache import init_cache, insert_rows
 from spec_jax.sampling import Sampling
 from spec_jax.types import Cache, Context, Proposal, pytree
@@ -40,6 +41,7 @@ class Program:
     eos_ids: ids that end a row.
     pad_id: id of the places that hold nothing.
     keep_hidden: also keep the target's final hidden state behind each emitted token.
+    mesh: devices that the parameters and the rows are divided over; None for one device.
   """
 
   target: nnx.GraphDef
@@ -50,6 +52,7 @@ class Program:
   eos_ids: tuple[int, ...]
   pad_id: int
   keep_hidden: bool = False
+  mesh: Mesh | None = None
 
 
 @pytree
@@ -99,6 +102,18 @@ def init_state(program: Program, params: Any, rows: int, capacity: int, max_new:
     capacity: S, at least the longest prompt plus max_new plus K + 1.
     max_new: M.
   """
+  if program.mesh is None:
+    return _empty(program, params, rows, capacity, max_new)
+  # Compiled, so that every device makes its own part and none ever holds the whole cache.
+  return _empty_on_mesh(program, params, rows, capacity, max_new)
+
+
+@functools.partial(jax.jit, static_argnames=("program", "rows", "capacity", "max_new"))
+def _empty_on_mesh(program, params, rows, capacity, max_new):
+  return sharding.pin_rows(_empty(program, params, rows, capacity, max_new), program.mesh)
+
+
+def _empty(program: Program, params: Any, rows: int, capacity: int, max_new: int) -> State:
   target, drafter = merge(program, params)
   W = program.draft_len + 1
   ints = lambda *shape: jnp.zeros(shape, jnp.int32)
@@ -166,7 +181,7 @@ def insert(
         drafter.init_state(R, P), tokens, out.features, positions,
         positions < lengths[:, None], target)
     draft = drafter.insert(draft, part, places)
-  return dataclasses.replace(
+  return sharding.pin_rows(dataclasses.replace(
       state,
       tokens=put(state.tokens, row), length=put(state.length, lengths + 1),
       prompt=put(state.prompt, lengths), budget=put(state.budget, budgets),
@@ -175,7 +190,7 @@ def insert(
       logprobs=put(state.logprobs, logprobs), hidden=hidden,
       proposed=put(state.proposed, zeros), accepted=put(state.accepted, zeros),
       emitted=put(state.emitted, zeros), rounds=put(state.rounds, jnp.zeros(R, jnp.int32)),
-      cache=insert_rows(state.cache, out.cache, places), draft=draft)
+      cache=insert_rows(state.cache, out.cache, places), draft=draft), program.mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state",))
@@ -209,7 +224,8 @@ def chunk(
     done, state = carry
     return done + 1, one_round(program, params, state, force_reject)
 
-  return jax.lax.while_loop(more, body, (jnp.int32(0), state))[1]
+  return sharding.pin_rows(
+      jax.lax.while_loop(more, body, (jnp.int32(0), state))[1], program.mesh)
 
 
 def one_round(program: Program, params: Any, state: State, force_reject: Array) -> State:

@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import decode, verify
+from spec_jax import decode, sharding, verify
 from spec_jax.drafters import Drafter
 from spec_jax.errors import UserError
 from spec_jax.records import RowRecords
@@ -274,12 +273,15 @@ class Run:
     pad = target.config.pad_id if target.config.pad_id >= 0 else 0
     self.program = decode.Program(
         target.graph, None if drafter is None else drafter.graph,
-        0 if drafter is None else draft_len, settings, chosen.name, eos, pad, keep_hidden)
-    self.params = (target.params, None if drafter is None else drafter.params)
+        0 if drafter is None else draft_len, settings, chosen.name, eos, pad, keep_hidden,
+        sharding.mesh_of(target.params))
+    self.params = (target.params, None if drafter is None else sharding.place(
+        drafter.params, self.program.mesh, target.config.head_dim))
     if not -2**31 <= seed < 2**31:
       raise UserError(f"seed={seed} must fit in 32 bits")
-    self.seed = jnp.asarray(seed, jnp.int32)
-    self.force_reject = jnp.asarray(force_reject)
+    # Scalars of the host: with several processes an array of one device is no common argument.
+    self.seed = np.asarray(seed, np.int32)
+    self.force_reject = np.asarray(force_reject, bool)
     self.batch_size, self.on_round = batch_size, on_round
     self.max_new = max(self.budgets, default=1)
     self.sequence = _per_prompt(
@@ -316,8 +318,10 @@ class Run:
 
   def bucket(self, size: int, members: Sequence[int]) -> Iterator[Finished]:
     """The prompts `members` of one bucket through one batch, refilled as rows end."""
-    B = min(self.batch_size, len(members))
+    B, mesh = min(self.batch_size, len(members)), self.program.mesh
     R = min(8, max(1, B // 8))  # as many as end before a refill
+    if B > 1:  # places that no prompt takes hold finished rows
+      B, R = sharding.padded_rows(B, mesh), sharding.padded_rows(R, mesh)
     # With a queue a second, narrower prefill pays for its compilation: most prompts are short. A
     # prompt's width depends on the prompt alone, or else its rounding would depend on its company.
     widths = (_narrow(size), size) if len(members) > B else (size,)
@@ -325,9 +329,9 @@ class Run:
     capacity = size + self.max_new + self.program.draft_len + 1
     state = decode.init_state(self.program, self.params, B, capacity, self.max_new)
     queue, held = list(reversed(members)), [-1] * B
-    refill = jnp.asarray(max(1, B // 8), jnp.int32)
+    refill = np.asarray(max(1, B // 8), np.int32)
     rounds = 1 if self.on_round else _STOP_ROUNDS if self.stop else _CHUNK_ROUNDS
-    rounds = jnp.asarray(rounds, jnp.int32)
+    rounds = np.asarray(rounds, np.int32)
     self._filling = True
     while queue or any(i >= 0 for i in held):
       if not self._filling:
@@ -340,7 +344,7 @@ class Run:
         state = self._fill(state, wide, dict(zip(free, group, strict=False)), held, R)
         free = free[len(group):]
       self._report(state, held)
-      ending = refill if queue else jnp.asarray(B + 1, jnp.int32)
+      ending = refill if queue else np.asarray(B + 1, np.int32)
       clock = time.perf_counter()
       state = decode.chunk(
           self.program, self.params, state, rounds, ending, self.force_reject)
@@ -369,7 +373,7 @@ class Run:
     """Calls on_round with every row that is held."""
     if self.on_round is None:
       return
-    now = {name: np.array(getattr(state, name)) for name in (
+    now = {name: np.array(sharding.fetch(getattr(state, name))) for name in (
         "tokens", "length", "rounds", "accepted", "emitted")}
     for b, i in enumerate(held):
       if i >= 0:
@@ -380,10 +384,10 @@ class Run:
 
   def _harvest(self, state, held):
     """Rows that have ended, by the device or by a stop string; frees their places."""
-    reason = np.array(state.reason)
+    reason = np.array(sharding.fetch(state.reason))
     ended = {b: 0 for b in range(len(held)) if held[b] >= 0 and reason[b] != decode.RUNNING}
     if self.stop:
-      length, tokens = np.asarray(state.length), np.asarray(state.tokens)
+      length, tokens = sharding.fetch((state.length, state.tokens))
       for b, i in enumerate(held):
         if i < 0:
           continue
@@ -392,14 +396,15 @@ class Run:
         if cut >= 0:
           ended[b] = cut
           reason[b] = decode.STOP
-      state = dataclasses.replace(state, reason=jnp.asarray(reason))
+      state = dataclasses.replace(
+          state, reason=sharding.place_rows(jnp.asarray(reason), self.program.mesh))
     if not ended:
       return state, []
-    small = jax.device_get({f: getattr(state, f) for f in (
+    small = sharding.fetch({f: getattr(state, f) for f in (
         "tokens", "length", "prompt", "logprobs", "accepted", "emitted", "proposed", "rounds")})
     rows = []
     for b, cut in ended.items():
-      hidden = np.asarray(state.hidden[b]) if self.program.keep_hidden else None
+      hidden = sharding.fetch(state.hidden[b]) if self.program.keep_hidden else None
       row = {k: v[b] for k, v in small.items()}
       rows.append(_finished(held[b], row, int(reason[b]), cut, hidden))
       held[b] = -1

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array
 
+from spec_jax import sharding
 from spec_jax.errors import UserError
 from spec_jax.models import quant
 from spec_jax.models.config import DecoderConfig
@@ -53,12 +55,17 @@ class Target:
     """SHA-256 of the weight files ("" for a model made in memory)."""
     return "" if self.checkpoint is None else self.checkpoint.weight_hash()
 
+  @functools.cached_property
+  def mesh(self) -> Mesh | None:
+    """The devices that its parameters are divided over; None for one device."""
+    return sharding.mesh_of(self.params)
+
   @property
   def module(self) -> Decoder:
     return nnx.merge(self.graph, self.params)
 
 
-def load_target(source: str, dtype: str = "float32") -> Target:
+def load_target(source: str, dtype: str = "float32", mesh: Mesh | None = None) -> Target:
   """Loads a target.
 
   Args:
@@ -66,6 +73,8 @@ def load_target(source: str, dtype: str = "float32") -> Target:
     dtype: "float32", "bfloat16" or "int8w" (matrices as int8 with a scale for each output
       channel, activations bfloat16; an embedding only when it is the head too, of experts not the
       router). Vectors (norms, biases) stay float32 in all.
+    mesh: devices that its parameters are divided over (`sharding.make_mesh`), tensor by tensor, and
+      with them everything that runs with the target; None for one device.
 
   Raises:
     UserError: a missing file, an unsupported field or an unknown dtype, by name.
@@ -73,10 +82,10 @@ def load_target(source: str, dtype: str = "float32") -> Target:
   if dtype not in DTYPES:
     raise UserError(f"dtype={dtype!r} is not supported (only {', '.join(DTYPES)})")
   checkpoint = open_checkpoint(source)
+  config = checkpoint.config
   divisors = checkpoint.read("rope_freqs") if "rope_freqs" in checkpoint.names() else None
-  tied = checkpoint.config.tie_embeddings
-  module = Decoder(
-      checkpoint.config, lambda name: read_tensor(checkpoint, name, dtype, tied), divisors)
+  module = Decoder(config, lambda name: read_tensor(
+      checkpoint, name, dtype, config.tie_embeddings, mesh), divisors, mesh)
   return from_module(
       module, name=source, tokenizer=checkpoint.tokenizer(), dtype=dtype, checkpoint=checkpoint)
 
@@ -95,28 +104,35 @@ def is_int8(name: str, ndim: int, dtype: str, tied: bool = False) -> bool:
 
 
 def read_tensor(
-    checkpoint: Checkpoint, name: str, dtype: str, tied: bool) -> Array | Int8Weight:
+    checkpoint: Checkpoint, name: str, dtype: str, tied: bool, mesh: Mesh | None = None,
+) -> Array | Int8Weight:
   """One tensor of a checkpoint as the dtype holds it.
 
   It is converted on the way, a few rows at a time, so loading a model takes its own size and one
-  tensor more, as the dtype holds it (the host's copy of what then goes to the device).
+  tensor more, as the dtype holds it (the host's copy of what then goes to the devices).
 
   Args:
     checkpoint: open for reading.
     name: canonical.
     dtype: a name of DTYPES.
     tied: as `is_int8` has it.
+    mesh: devices that the tensor is divided over.
   """
+  def place(name, value):
+    if mesh is None:
+      return jnp.array(value)
+    return sharding.place_tensor(name, value, value.dtype, mesh, checkpoint.config.head_dim)
+
   shape = checkpoint.shape(name)
   if is_int8(name, len(shape), dtype, tied):
     values, scale = np.empty(shape, np.int8), np.empty(shape[:-1], np.float32)
     for rows, block in checkpoint.blocks(name):
       values[rows], scale[rows] = quant.quantise(block)
-    return Int8Weight(jnp.array(values), jnp.array(scale))
+    return Int8Weight(place(name, values), place(f"{name}.scale", scale))
   value = np.empty(shape, np.float32 if len(shape) == 1 else DTYPES[dtype])
   for rows, block in checkpoint.blocks(name):
     value[rows] = block
-  return jnp.array(value)
+  return place(name, value)
 
 
 def held(

@@ -124,6 +124,7 @@ def execute(options: Options) -> None:
   config_lib.finalize(cfg)
   config_lib.validate(cfg)
   platform.configure()
+  _check_mesh(cfg)
   if "prompts" in options.stages:
     _check_target(cfg)
   try:
@@ -150,6 +151,14 @@ def _reads_features(cfg: Any) -> bool:
   from train_drafter.train import sources
 
   return "extract" in sources(cfg)
+
+
+def _check_mesh(cfg: Any) -> None:
+  """Refuses a mesh that does not fit the devices, before any stage."""
+  from train_drafter import placement
+
+  if (cfg.mesh.data, cfg.mesh.fsdp, cfg.mesh.tensor) != (1, 1, 1):
+    placement.mesh_of(cfg)
 
 
 def _check_target(cfg: Any) -> None:

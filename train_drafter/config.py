@@ -154,6 +154,16 @@ class ExportConfig:
 
 
 @dataclass(slots=True)
+class MeshConfig:
+  """The devices a run takes and what they divide (spec_jax/sharding.py); no result depends on it
+  beyond rounding, so that stage folders do not belong to a layout."""
+
+  data: int = 1  # copies of the parameters, each with a share of the rows; -1 for all that is left
+  fsdp: int = 1  # divides the rows too, and every parameter along its hidden size
+  tensor: int = 1  # divides heads, MLP and vocabulary
+
+
+@dataclass(slots=True)
 class Config:
   """A whole run."""
 
@@ -165,6 +175,7 @@ class Config:
   train: TrainConfig = field(default_factory=TrainConfig)
   evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
   export: ExportConfig = field(default_factory=ExportConfig)
+  mesh: MeshConfig = field(default_factory=MeshConfig)
 
 
 def finalize(cfg: Config) -> None:
@@ -191,7 +202,8 @@ _AT_LEAST = {  # field -> smallest value allowed
     "train.validation": 1, "train.eval_every": 0, "train.keep": 1, "train.weight_decay": 0,
     "evaluate.draft_len": 1, "evaluate.max_new_tokens": 1, "evaluate.batch_size": 1,
     "evaluate.speed_prompts": 0, "evaluate.identity_per_category": 0,
-    "evaluate.untrained_per_category": 0, "export.prompts": 1}
+    "evaluate.untrained_per_category": 0, "export.prompts": 1,
+    "mesh.data": -1, "mesh.fsdp": 1, "mesh.tensor": 1}
 _ONE_OF = {
     "target.dtype": DTYPES, "train.dtype": TRAIN_DTYPES, "evaluate.dtype": DTYPES,
     "evaluate.identity_dtype": DTYPES,

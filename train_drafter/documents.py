@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from spec_jax import sampling
+from spec_jax import sampling, sharding
 from spec_jax.errors import UserError
 from spec_jax.target import Target
 from train_drafter.batches import Document
@@ -185,7 +185,8 @@ def score(
   for start in range(0, len(hidden), _SCORE_ROWS):
     part = hidden[start:start + _SCORE_ROWS]
     full = np.pad(part, ((0, _SCORE_ROWS - len(part)), (0, 0)))
-    found.append([x[:len(part)] for x in jax.device_get(
+    full = sharding.place_rows(full, target.mesh)
+    found.append([x[:len(part)] for x in sharding.fetch(
         _score(target.graph, target.params, full, temperature))])
   return tuple(np.concatenate(x) for x in zip(*found, strict=True))
 

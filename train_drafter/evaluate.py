@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import spec_jax
-from spec_jax import audit, identity, sampling
+from spec_jax import audit, identity, sampling, sharding
 from spec_jax import drafters as drafters_lib
 from spec_jax import records as metrics
 from spec_jax.drafters import Drafter
@@ -29,7 +29,7 @@ from spec_jax.errors import UserError
 from spec_jax.generate import Finished, Run, encode_prompt
 from spec_jax.target import Target
 from train_drafter import config as config_lib
-from train_drafter import forecast, manifest, report, speed, whatif
+from train_drafter import forecast, manifest, placement, report, speed, whatif
 from train_drafter.config import Config
 from train_drafter.conversations import prompt_files
 from train_drafter.documents import draft_vocabulary
@@ -71,7 +71,12 @@ class Bench:
     return -(-max(len(self.ids[i]) for i in members) // _WIDTH) * _WIDTH
 
   def drafter(self, name: str) -> Drafter:
-    """The trained drafter or one of the controls."""
+    """The trained drafter or one of the controls, on the devices of the target."""
+    found = self._drafter(name)
+    return dataclasses.replace(found, params=sharding.place(
+        found.params, self.target.mesh, self.target.config.head_dim))
+
+  def _drafter(self, name):
     dtype = self.cfg.evaluate.drafter_dtype
     if name == NGRAM:
       return spec_jax.load_drafter(self.cfg.evaluate.ngram, self.target)
@@ -129,7 +134,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   part = config_lib.part(cfg, "evaluate")
   if options.path:
     part["data"] = manifest.files_hash(prompt_files(options.path))
-  target = spec_jax.load_target(cfg.target.source, dtype=kinds[0])
+  target = placement.load_target(cfg, kinds[0])
   opened = manifest.begin(
       folder, stage=STAGE, config=part, inputs=inputs, target=target_id(target))
   if opened.complete:
@@ -140,7 +145,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   spent: dict[str, float] = {}
   for kind in kinds:
     if target.dtype != kind:
-      target = spec_jax.load_target(cfg.target.source, dtype=kind)
+      target = placement.load_target(cfg, kind)
     bench = Bench(cfg, workdir, target, prompts, ids)
     for heat, rule in settings(cfg) if kind == options.dtype else ():
       for name in names(cfg):

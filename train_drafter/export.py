@@ -25,7 +25,7 @@ from spec_jax.target import Target, canonical_tensors
 from spec_jax.weights.published import write_published
 from spec_jax.weights.safetensors import write_folder
 from train_drafter import config as config_lib
-from train_drafter import manifest, report
+from train_drafter import manifest, placement, report
 from train_drafter.config import Config
 from train_drafter.evaluate import evaluation_prompts, records_path
 from train_drafter.generate import target_id
@@ -50,7 +50,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   folder = workdir / STAGE
   inputs = {n: manifest.require(workdir / n, n, cfg) for n in ("prompts", "train", "evaluate")}
   # The files hold float32: the weights as they were trained, the target's as they were stored.
-  target = spec_jax.load_target(cfg.target.source, dtype="float32")
+  target = placement.load_target(cfg, "float32")
   opened = manifest.begin(
       folder, stage=STAGE, config=config_lib.part(cfg, "export"), inputs=inputs,
       target=target_id(target))
@@ -131,7 +131,7 @@ def measure(
   """The content of acceptance.json: the written folder is loaded and decodes the golden prompts."""
   options = cfg.evaluate
   if target.dtype != options.identity_dtype:
-    target = spec_jax.load_target(cfg.target.source, dtype=options.identity_dtype)
+    target = placement.load_target(cfg, options.identity_dtype)
   drafter = spec_jax.load_drafter(str(folder), target, options.drafter_dtype)
   args = config_lib.template_args(cfg)
   ids = [encode_prompt(target, p["messages"], i, args) for i, p in enumerate(golden)]

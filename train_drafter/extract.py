@@ -19,12 +19,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-import spec_jax
+from spec_jax import sharding
 from spec_jax.errors import UserError
 from spec_jax.models.decoder import Decoder
 from spec_jax.target import Target
 from train_drafter import config as config_lib
-from train_drafter import manifest, store
+from train_drafter import manifest, placement, store
 from train_drafter.config import Config
 from train_drafter.generate import load_answers, target_id
 from train_drafter.progress import Bar
@@ -87,7 +87,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   workdir = Path(workdir)
   folder = workdir / STAGE
   source = manifest.require(workdir / "generate", "generate", cfg)
-  target = spec_jax.load_target(cfg.target.source, dtype=cfg.target.dtype)
+  target = placement.load_target(cfg, cfg.target.dtype)
   taps = taps_of(cfg, target.config.num_layers)
   if cfg.features.mode == "topk" and cfg.features.topk > target.config.vocab_real:
     raise UserError(f"features.topk={cfg.features.topk} is larger than the target's vocabulary of "
@@ -254,9 +254,11 @@ def part_arrays(
       "job": np.asarray([s.job for s in sources], np.int32),
       "prompt": np.asarray([s.prompt for s in sources], np.int32)}
   passes = plan_passes(lengths, rows, seq_len)
-  forward = functools.partial(
-      _forward, target.params, graph=target.graph, taps=taps, topk=topk, dtype=dtype)
-  for done, states in _run_passes(passes, sources, forward, max(target.config.pad_id, 0)):
+  forward = lambda *texts: _forward(
+      target.params, *sharding.place_rows(texts, target.mesh), graph=target.graph, taps=taps,
+      topk=topk, dtype=dtype)
+  fill = lambda rows: sharding.padded_rows(rows, target.mesh)
+  for done, states in _run_passes(passes, sources, forward, max(target.config.pad_id, 0), fill):
     for name, value in states.items():
       if name not in arrays:
         arrays[name] = np.empty((int(offsets[-1]), *value.shape[1:]), value.dtype)
@@ -266,6 +268,21 @@ def part_arrays(
             value[at:at + lengths[p.document]])
     advance(sum(lengths[p.document] for p in done.places))
   return arrays
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "taps"))
+def _online(graph: Any, params: Any, taps: tuple[int, ...], tokens, positions, segments):
+  """Outputs [R, T, F] of the tapped layers of the target."""
+  return nnx.merge(graph, params).hidden(
+      tokens, positions, taps=taps, segments=segments).features.astype(jnp.bfloat16)
+
+
+def with_features(batch: dict, taps: tuple[int, ...], target: Target) -> dict:
+  """The batch with the features it lacks: the target runs (features.mode=online)."""
+  if not taps or "features" in batch:
+    return batch
+  texts = sharding.place_rows([batch[n] for n in ("tokens", "positions", "segments")], target.mesh)
+  return batch | {"features": _online(target.graph, target.params, taps, *texts)}
 
 
 def array_names(mode: str, taps: tuple[int, ...]) -> tuple[str, ...]:
@@ -308,11 +325,15 @@ def _forward(params, tokens, positions, segments, *, graph, taps, topk, dtype):
 
 
 def _run_passes(passes: Sequence[Pass], sources: Sequence[Source], forward: Callable,
-                pad_id: int) -> Iterator[tuple[Pass, dict[str, np.ndarray]]]:
-  """Each pass with its states; the device works on the next one while a pass is copied out."""
+                pad_id: int, fill: Callable[[int], int] = lambda rows: rows,
+                ) -> Iterator[tuple[Pass, dict[str, np.ndarray]]]:
+  """Each pass with its states; the device works on the next one while a pass is copied out.
+
+  `fill` tells how many rows a call has in place of those of a pass; the others hold nothing.
+  """
   waiting = None
   for new in passes:
-    tokens = np.full((new.rows, new.length), pad_id, np.int32)
+    tokens = np.full((fill(new.rows), new.length), pad_id, np.int32)
     positions = np.zeros_like(tokens)
     segments = np.full_like(tokens, -1)
     for p in new.places:
@@ -321,10 +342,10 @@ def _run_passes(passes: Sequence[Pass], sources: Sequence[Source], forward: Call
       tokens[where], positions[where], segments[where] = own, np.arange(len(own)), p.document
     states = forward(tokens, positions, segments)
     if waiting is not None:
-      yield waiting[0], jax.device_get(waiting[1])
+      yield waiting[0], sharding.fetch(waiting[1])
     waiting = new, states
   if waiting is not None:
-    yield waiting[0], jax.device_get(waiting[1])
+    yield waiting[0], sharding.fetch(waiting[1])
 
 
 def _write_parts(cfg: Config, target: Target, taps: tuple[int, ...], sources: Sequence[Source],

@@ -18,13 +18,12 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-import spec_jax
 from spec_jax.errors import UserError
 from spec_jax.generate import Finished, Run, encode_prompt
 from spec_jax.models.config import DecoderConfig
 from spec_jax.target import Target
 from train_drafter import config as config_lib
-from train_drafter import manifest
+from train_drafter import manifest, placement
 from train_drafter.config import Config
 from train_drafter.progress import Bar
 from train_drafter.prompts import evaluation_set
@@ -90,7 +89,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   workdir = Path(workdir)
   folder = workdir / STAGE
   source = manifest.require(workdir / "prompts", "prompts", cfg)
-  target = spec_jax.load_target(cfg.target.source, dtype=cfg.target.dtype)
+  target = placement.load_target(cfg, cfg.target.dtype)
   opened = manifest.begin(
       folder, stage=STAGE, config=config_lib.part(cfg, "target", "generate"),
       inputs={"prompts": source}, target=target_id(target))

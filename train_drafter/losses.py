@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from spec_jax import sampling
+from spec_jax import sampling, sharding
 from spec_jax.types import pytree
 
 
@@ -241,6 +242,7 @@ def chunked_sums(
     trained: Any,
     rest: Any,
     chunk: int,
+    mesh: Mesh | None = None,
 ) -> dict[str, Array]:
   """Sums over tokens of a loss and its metrics, differentiable with respect to `hidden` and
   `trained`.
@@ -253,6 +255,7 @@ def chunked_sums(
     trained: pytree of arrays of the head that are trained; {} for none.
     rest: pytree of arrays whose first axis is M.
     chunk: tokens scored at once.
+    mesh: devices that the tokens of a chunk are divided over.
   """
   if hidden.shape[0] % chunk:
     raise ValueError(f"{hidden.shape[0]} tokens are not a multiple of chunk={chunk}")
@@ -277,7 +280,8 @@ def chunked_sums(
     wide = jax.tree.map(
         lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), trained)
     (sums, total), grads = jax.lax.scan(
-        step, (zeros, wide), (split(hidden), jax.tree.map(split, rest)))
+        step, (zeros, wide),
+        sharding.pin_chunks((split(hidden), jax.tree.map(split, rest)), mesh))
     total = jax.tree.map(lambda x, like: x.astype(like.dtype), total, trained)
     return sums, (grads.reshape(hidden.shape), total)
 

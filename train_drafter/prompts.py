@@ -405,9 +405,9 @@ def _written_by(target: Any, options: Any, template_args: Mapping[str, Any]) -> 
 
 
 def _load_target(cfg: Any) -> Any:
-  import spec_jax
+  from train_drafter import placement
 
-  return spec_jax.load_target(cfg.target.source, dtype=cfg.target.dtype)
+  return placement.load_target(cfg, cfg.target.dtype)
 
 
 def _target_id(target: Any) -> manifest.TargetId:

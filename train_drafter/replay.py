@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from spec_jax import replay, sampling
+from spec_jax import replay, sampling, sharding
 from spec_jax.drafters import LEARNED, Drafter
 from spec_jax.sampling import GREEDY_BELOW, Sampling
 from spec_jax.target import Target
@@ -102,9 +102,10 @@ def chances(
   for begin in range(0, len(order), batch_size):
     members = order[begin:begin + batch_size]
     batch, spans = _batch([(prompts[i], answers[i]) for i in members], batch_size, most)
-    accept, overlap = jax.device_get(_scores(
-        target.graph, drafter.graph, (target.params, drafter.params), batch,
-        jnp.asarray(temperature, jnp.float32), drafter.kind, lengths, greedy))
+    accept, overlap = sharding.fetch(_scores(
+        target.graph, drafter.graph, (target.params, drafter.params),
+        sharding.place_rows(batch, target.mesh), np.float32(temperature), drafter.kind, lengths,
+        greedy))
     for i, span in zip(members, spans, strict=True):
       own = accept[span][1:], overlap[span][1:]  # the prefill's token is no draft
       first = len(prompts[i]) + 1  # committed where start 0 drafts

@@ -20,20 +20,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
-import spec_jax
-from spec_jax import drafters, sampling
+from spec_jax import drafters, sampling, sharding
 from spec_jax.errors import UserError
 from spec_jax.models.decoder import linear
 from spec_jax.target import Target
 from spec_jax.types import pytree
 from train_drafter import config as config_lib
-from train_drafter import losses, manifest, metrics, replay
+from train_drafter import losses, manifest, metrics, placement, replay
 from train_drafter.batches import Ahead, Packer
 from train_drafter.checkpoint import Checkpoints, GracefulExit
 from train_drafter.config import Config, TrainConfig
 from train_drafter.documents import draft_vocabulary, prepare
-from train_drafter.extract import open_features
+from train_drafter.extract import open_features, with_features
 from train_drafter.generate import load_answers, target_id
 from train_drafter.metrics import MetricLog, Profile, means, quality
 from train_drafter.on_policy import OnPolicy
@@ -78,6 +78,8 @@ class Setup:
     options: the train config.
     schedule: learning rate by update.
     kind: of the drafter.
+    mesh: the devices, None for one.
+    head_dim: elements of a head, which no device divides.
   """
 
   graph: nnx.GraphDef
@@ -87,6 +89,8 @@ class Setup:
   options: TrainConfig
   schedule: optax.Schedule
   kind: str
+  mesh: Mesh | None = None
+  head_dim: int = 1
 
 
 def run(cfg: Config, workdir: Path) -> Path:
@@ -99,7 +103,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   workdir = Path(workdir)
   folder = workdir / STAGE
   source = {name: manifest.require(workdir / name, name, cfg) for name in sources(cfg)}
-  target = spec_jax.load_target(cfg.target.source, dtype=cfg.train.dtype)
+  target = placement.load_target(cfg, cfg.train.dtype, own=False)
   opened = manifest.begin(
       folder, stage=STAGE,
       config=config_lib.part(cfg, "drafter", "train", without=("train.profile", "train.keep")),
@@ -157,10 +161,13 @@ def make_setup(cfg: Config, target: Target, module: Any, steps: int) -> tuple[Se
   optimizer = optax.chain(
       optax.clip_by_global_norm(options.clip) if options.clip else optax.identity(),
       make_optimizer(options, schedule, params))
+  mesh, head_dim = target.mesh, target.config.head_dim
+  params, opt_state = placement.start(optimizer, params, mesh, head_dim)
   zero = jnp.zeros((), jnp.int32)
-  state = TrainState(params, optimizer.init(params), zero, zero + 0, zero + 0)
-  kind = getattr(module, "kind", "")
-  return Setup(graph, frozen, target.graph, optimizer, options, schedule, kind), state
+  state = sharding.place(TrainState(params, opt_state, zero, zero + 0, zero + 0), mesh, head_dim)
+  frozen, kind = sharding.place(frozen, mesh, head_dim), getattr(module, "kind", "")
+  return Setup(graph, frozen, target.graph, optimizer, options, schedule, kind, mesh,
+               head_dim), state
 
 
 _LONGEST = 16  # times as long as wide: beyond that a matrix is a table with a row for each id
@@ -252,7 +259,7 @@ def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch
     rest["weight"] = losses.dpace(
         likely.reshape(there.shape), there, rest["block"], rest["depth"], states.blocks,
         module.depths)
-  return losses.chunked_sums(token_sums, hidden, trained, rest, options.chunk)
+  return losses.chunked_sums(token_sums, hidden, trained, rest, options.chunk, setup.mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("state",))
@@ -267,6 +274,7 @@ def train_step(setup: Setup, state: TrainState, frozen: Any, target_params: Any,
     return sums["loss"] / jnp.where(sums["weight"] > 0, sums["weight"], 1.0), sums
 
   (loss, sums), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+  grads = sharding.pin(grads, setup.mesh, setup.head_dim)  # each sums its own slice
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(loss) & jnp.isfinite(norm)
   usable = finite & (sums["weight"] > 0)
@@ -278,7 +286,8 @@ def train_step(setup: Setup, state: TrainState, frozen: Any, target_params: Any,
       step=state.step + (sums["weight"] > 0),
       bad=jnp.where(finite, 0, state.bad + 1),
       skipped=state.skipped + ~finite)
-  return state, sums | {"grad_norm": norm, "bad": state.bad, "skipped": state.skipped}
+  sums |= {"grad_norm": norm, "bad": state.bad, "skipped": state.skipped}
+  return sharding.pin(state, setup.mesh, setup.head_dim), sharding.replicated(sums, setup.mesh)
 
 
 def drafter_of(setup: Setup, params: Any, frozen: Any) -> nnx.Module:
@@ -291,14 +300,16 @@ def drafter_of(setup: Setup, params: Any, frozen: Any) -> nnx.Module:
 @functools.partial(jax.jit, static_argnames=("setup",))
 def validation_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict):
   """The sums of a batch, without a gradient."""
-  return batch_sums(setup, params, frozen, target_params, batch)
+  return sharding.replicated(
+      batch_sums(setup, params, frozen, target_params, batch), setup.mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("setup",))
 def validation_chances(setup: Setup, params: Any, frozen: Any, target_params: Any, batch: dict):
   """How probably each supervised token is an accepted draft (`replay.packed_chances`)."""
   module = drafter_of(setup, params, frozen)
-  return replay.packed_chances(module, nnx.merge(setup.target, target_params), batch, REPLAYED)
+  return sharding.replicated(replay.packed_chances(
+      module, nnx.merge(setup.target, target_params), batch, REPLAYED), setup.mesh)
 
 
 def validate(setup: Setup, params: Any, target_params: Any, batches: Iterable[dict]) -> dict:
@@ -306,10 +317,12 @@ def validate(setup: Setup, params: Any, target_params: Any, batches: Iterable[di
   total: dict[str, np.ndarray] = {}
   replayed: dict[str, np.ndarray] = {}
   for batch in batches:
-    sums = jax.device_get(validation_sums(setup, params, setup.frozen, target_params, batch))
+    placed = sharding.place_rows(batch, setup.mesh)
+    sums = jax.device_get(validation_sums(setup, params, setup.frozen, target_params, placed))
     total = {name: total.get(name, 0.0) + value for name, value in sums.items()}
     if "hidden" in batch and setup.kind in replay.PACKED:
-      chances = np.asarray(validation_chances(setup, params, setup.frozen, target_params, batch))
+      chances = np.asarray(
+          validation_chances(setup, params, setup.frozen, target_params, placed))
       found = replay.packed_rounds(chances, batch, setup.kind, REPLAYED)
       replayed |= {name: replayed.get(name, 0.0) + value for name, value in found.items()}
   # In the unit of the report: tokens per round of decoding REPLAYED drafts a round.
@@ -317,21 +330,6 @@ def validate(setup: Setup, params: Any, target_params: Any, batches: Iterable[di
 
 
 # The loop.
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "taps"))
-def _features(graph: Any, params: Any, taps: tuple[int, ...], tokens, positions, segments):
-  """Outputs [R, T, F] of the tapped layers of the target."""
-  return nnx.merge(graph, params).hidden(
-      tokens, positions, taps=taps, segments=segments).features.astype(jnp.bfloat16)
-
-
-def with_features(batch: dict, taps: tuple[int, ...], target: Target) -> dict:
-  """The batch with the features it lacks: the target runs (features.mode=online)."""
-  if not taps or "features" in batch:
-    return batch
-  return batch | {"features": _features(
-      target.graph, target.params, taps, *(batch[n] for n in ("tokens", "positions", "segments")))}
 
 
 def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path, began: float):
@@ -361,7 +359,8 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
         else:
           batch = ahead.batch(step)
         batch = with_features(batch, module.taps, target)
-        state, sums = train_step(setup, state, setup.frozen, target.params, batch)
+        state, sums = train_step(setup, state, setup.frozen, target.params,
+                                 sharding.place_rows(batch, setup.mesh))
         step += 1
         note = None if last is None else log.step(*last, setup, packer)
         last = (step, sums)
@@ -395,7 +394,7 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
     if extra["best"] is None:
       raise UserError(f"train: no validation was finite; lower train.lr={cfg.train.lr}")
     best = saved.restore(state, step=saved.best_step)
-  final = nnx.merge(setup.graph, best.state.params, setup.frozen)
+  final = nnx.merge(setup.graph, *sharding.fetch((best.state.params, setup.frozen)))
   drafters.save_drafter(folder / "drafter", final, target, step=best.step)
   record = best.extra["best"]
   print(f"{STAGE}: best step {best.step}, validation alpha {record['alpha']:.3f}, "
@@ -426,7 +425,8 @@ def planned_steps(cfg, target, module, packer: Packer, folder: Path, began: floa
   for step in range(_CALIBRATION):
     clock = time.monotonic()
     batch = with_features(packer.batch(step), module.taps, target)
-    state, sums = train_step(setup, state, setup.frozen, target.params, batch)
+    state, sums = train_step(setup, state, setup.frozen, target.params,
+                             sharding.place_rows(batch, setup.mesh))
     jax.block_until_ready(sums)
     times.append(time.monotonic() - clock)
   second = float(np.median(times[1:]))

@@ -24,10 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import spec_jax
 from spec_jax.errors import UserError
 from spec_jax.target import Target
-from train_drafter import extract, manifest
+from train_drafter import extract, manifest, placement
 from train_drafter.config import Config
 from train_drafter.generate import Answer, load_answers
 from train_drafter.store import Store, StoredDocument
@@ -70,7 +69,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   if source.counts["mode"] == "online":
     print(f"{STAGE}: features.mode=online keeps no features, nothing to compare")
     return folder
-  target = spec_jax.load_target(cfg.target.source, dtype=cfg.target.dtype)
+  target = placement.load_target(cfg, cfg.target.dtype)
   store = extract.open_features(cfg, workdir, target.config.num_layers)
   answers = {a.job: a for a in load_answers(workdir / "generate")}
   worst: dict[str, float] = {}
@@ -121,7 +120,7 @@ def differences(
   ids = np.zeros((length, store.topk), np.int32)
   if topk is not None:
     ids[:n] = topk.ids
-  live = jax.device_get(_live(target.params, tokens, ids, graph=target.graph, taps=store.taps))
+  live = sharding.fetch(_live(target.params, tokens, ids, graph=target.graph, taps=store.taps))
   live = {name: value[:n] for name, value in live.items()}
   tolerance = _STATE_TOLERANCE[target.dtype]
   by_layer = document.features().reshape(n, len(store.taps), store.hidden_size)

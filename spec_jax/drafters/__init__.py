@@ -162,7 +162,7 @@ def small_lm(
   divisors = np.asarray(tensors["rope_freqs"]) if "rope_freqs" in tensors else None
   return SmallLM(
       config, tensor, embed=own.get("embed"), head=head, draft_ids=draft_ids,
-      rope_divisors=divisors)
+      rope_divisors=divisors, mesh=target.mesh)
 
 
 def lent_head(
@@ -172,7 +172,7 @@ def lent_head(
   if draft_ids is None and DTYPES[dtype] == DTYPES[target.dtype]:
     return None
   rows = target.module.head_weight()
-  return held("head", rows if draft_ids is None else rows[jnp.asarray(draft_ids)], dtype)
+  return held("head", rows if draft_ids is None else rows[np.asarray(draft_ids)], dtype)
 
 
 def build(
@@ -216,7 +216,7 @@ def build(
   own = lent_head(target, draft_ids, dtype) if head is None else held("head", head, dtype)
   return DRAFTERS[kind](
       config, _checked(tensors, shapes, dtype), head=own, draft_ids=draft_ids,
-      rope_divisors=divisors, **settings)
+      rope_divisors=divisors, mesh=target.mesh, **settings)
 
 
 def _checked(tensors, shapes, dtype: str) -> Callable[[str], Array | Int8Weight]:

@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import sampling as sampling_lib
+from spec_jax import sharding
 from spec_jax.drafters.head import LearnedDrafter
 from spec_jax.errors import UserError
 from spec_jax.models.attention import attend_own
@@ -183,6 +185,7 @@ class DFlash(LearnedDrafter):
       rope_divisors: np.ndarray | None = None,
       anchors: int = 64,
       gamma: float | None = None,
+      mesh: Mesh | None = None,
   ):
     """Builds the drafter from `tensor(canonical name)` (see `tensor_shapes`).
 
@@ -194,7 +197,7 @@ class DFlash(LearnedDrafter):
     if not 0 <= mask_id < config.vocab_size:
       raise UserError(f"mask_id={mask_id} is outside 0..{config.vocab_size - 1}")
     self.taps, self.mask_id, self.block_size = tuple(taps), mask_id, block_size
-    self.anchors = anchors
+    self.anchors, self.mesh = anchors, mesh
     self.gamma = default_gamma(block_size) if gamma is None else gamma
     self.fc = nnx.Param(tensor("fc"))
     self.hidden_norm = nnx.Param(tensor("hidden_norm"))
@@ -226,8 +229,8 @@ class DFlash(LearnedDrafter):
 
   def context(self, features: Float[Array, "B T F"], positions: Int[Array, "B T"]) -> Cache:
     """Keys and values [B, G, T, H] of the target's states at `positions`, for every layer."""
-    fused = rms_norm(
-        linear(features, self.fc[...]), self.hidden_norm[...], self.config.rms_norm_eps)
+    fused = sharding.pin_states(linear(features, self.fc[...]), self.mesh)
+    fused = rms_norm(fused, self.hidden_norm[...], self.config.rms_norm_eps)
     cos, sin = self._rope(positions)
     pairs = [layer.keys_values(fused, cos, sin) for layer in self.layers]
     keys, values = (tuple(x.transpose(0, 2, 1, 3) for x in part)
@@ -250,11 +253,13 @@ class DFlash(LearnedDrafter):
     """
     B, A = anchor.shape
     masks = jnp.full((B, A, width - 1), self.mask_id, anchor.dtype)
-    x = target.embedded(jnp.concatenate([anchor[..., None], masks], -1)).astype(jnp.float32)
+    pin = lambda x: sharding.pin_states(x, self.mesh)
+    x = target.embedded(jnp.concatenate([anchor[..., None], masks], -1))
+    x = pin(x.astype(jnp.float32))
     slots = position[..., None] + jnp.arange(width)
     cos, sin = self._rope(slots.reshape(B, A * width))
     for layer, k, v in zip(self.layers, context.k, context.v, strict=True):
-      x = layer(x, cos, sin, k, v, visible)
+      x = pin(layer(x, cos, sin, k, v, visible))
     normed = rms_norm(x[:, :, self.silent:], self.final_norm[...], self.config.rms_norm_eps)
     return normed.astype(self.layers[0].wq[...].dtype)
 

@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from spec_jax import sampling as sampling_lib
+from spec_jax import sharding
 from spec_jax.drafters.head import LearnedDrafter
 from spec_jax.errors import UserError
 from spec_jax.models.attention import attend, attend_own
@@ -96,9 +98,10 @@ class Eagle3(LearnedDrafter):
       head: Array | Int8Weight | None = None,
       draft_ids: Array | np.ndarray | None = None,
       rope_divisors: np.ndarray | None = None,
+      mesh: Mesh | None = None,
   ):
     """Builds the drafter from `tensor(canonical name)` (see `tensor_shapes`)."""
-    self.taps, self.steps = tuple(taps), steps
+    self.taps, self.steps, self.mesh = tuple(taps), steps, mesh
     for name in tensor_shapes(config, self.taps):
       setattr(self, name.removeprefix("layers.0."), nnx.Param(tensor(name)))
     self.inverse_frequencies = tuple(rope_inverse_frequencies(config, rope_divisors).tolist())
@@ -143,7 +146,7 @@ class Eagle3(LearnedDrafter):
     for rows shorter than T) is overwritten before it is seen.
     """
     del valid
-    fused = linear(features, self.fc[...])
+    fused = self._fused(features)
     state = Eagle3State(state.k, state.v, state.fused.at[:, :tokens.shape[1]].set(fused))
     return self._run(state, jnp.roll(tokens, -1, 1), fused, positions, target)[1]
 
@@ -153,7 +156,7 @@ class Eagle3(LearnedDrafter):
     the next `propose` or `catch_up`."""
     del tokens, valid, target
     put = lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(row, new, at, 0)
-    fused = jax.vmap(put)(state.fused, linear(features, self.fc[...]), positions[:, 0])
+    fused = jax.vmap(put)(state.fused, self._fused(features), positions[:, 0])
     return Eagle3State(state.k, state.v, fused)
 
   def catch_up(
@@ -240,7 +243,11 @@ class Eagle3(LearnedDrafter):
         attended.reshape(*attended.shape[:2], -1), self.wo[...])
     h = rms_norm(x, self.mlp_norm[...], c.rms_norm_eps)
     gated = jax.nn.silu(linear(h, self.w_gate[...])) * linear(h, self.w_up[...])
-    return x + linear(gated, self.w_down[...])
+    return sharding.pin_states(x + linear(gated, self.w_down[...]), self.mesh)
+
+  def _fused(self, features):
+    """fc of the target's features [B, T, F], as the residual stream begins."""
+    return sharding.pin_states(linear(features, self.fc[...]), self.mesh)
 
   # Training.
 
@@ -256,7 +263,7 @@ class Eagle3(LearnedDrafter):
     T = tokens.shape[1]
     causal = jnp.arange(T) <= jnp.arange(T)[:, None]
     mask = causal & (segments[:, :, None] == segments[:, None, :])
-    hidden = linear(features, self.fc[...])
+    hidden = self._fused(features)
     out, own = [], []
     for j in range(self.steps):
       embedded = target.embedded(jnp.roll(tokens, -1 - j, 1))
@@ -322,12 +329,12 @@ def init_tensors(
   out = {"fc": np.concatenate(
       [np.zeros((D, (len(taps) - 1) * D), np.float32), np.eye(D, dtype=np.float32)], 1)}
   for name, value in llama_layer(tensors, config, layer, seed).items():
-    value = np.asarray(value)
+    value = sharding.fetch(value)
     if name in ("wq", "wk", "wv"):
       token = rng.normal(size=value.shape).astype(np.float32) * 0.2 * value.std()
       value = np.concatenate([token, value], 1)
     out[f"layers.0.{name}"] = value
   out["layers.0.hidden_norm"] = out["layers.0.attn_norm"]
   out["layers.0.attn_norm"] = np.ones(D, np.float32)
-  out["final_norm"] = np.asarray(tensors["final_norm"], np.float32)
+  out["final_norm"] = np.asarray(sharding.fetch(tensors["final_norm"]), np.float32)
   return out

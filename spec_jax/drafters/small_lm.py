@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from spec_jax import sampling as sampling_lib
@@ -39,8 +40,9 @@ class SmallLM(LearnedDrafter):
       head: Array | Int8Weight | None = None,
       draft_ids: Array | np.ndarray | None = None,
       rope_divisors: np.ndarray | None = None,
+      mesh: Mesh | None = None,
   ):
-    self.stack = Stack(config, tensor, rope_divisors)
+    self.stack = Stack(config, tensor, rope_divisors, mesh)
     if embed is not None:
       self.embed = nnx.Variable(embed)
     self.set_head(config, head, draft_ids)

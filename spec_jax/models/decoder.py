@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from spec_jax import sharding
 from spec_jax.models.attention import attend
 from spec_jax.models.cache import write_rows
 from spec_jax.models.config import DecoderConfig
@@ -37,10 +39,12 @@ def linear(
     return _product(x, w)
   # In pieces on CPU, where XLA would else convert the whole matrix, and take that out of the loop
   # around it: bfloat16 copies of all weights would be held beside the int8 ones.
-  count = pieces(w.shape) if jax.default_backend() == "cpu" else 1
-  out = jax.lax.map(lambda values: _product(x, values.astype(w.dtype)),
-                    w.values.reshape(count, -1, w.shape[1]))
-  return jnp.moveaxis(out, 0, -2).reshape(*x.shape[:-1], w.shape[0]) * w.scale
+  if jax.default_backend() != "cpu" or (count := pieces(w.shape)) == 1:
+    return _product(x, w.values.astype(w.dtype)) * w.scale
+  # Every count-th row makes a piece, so that rows may be divided over devices.
+  rows = w.values.reshape(-1, count, w.shape[1])
+  out = jax.lax.map(lambda i: _product(x, rows[:, i].astype(w.dtype)), jnp.arange(count))
+  return jnp.moveaxis(out, 0, -1).reshape(*x.shape[:-1], w.shape[0]) * w.scale
 
 
 @jax.custom_vjp
@@ -256,9 +260,10 @@ class Stack(nnx.Module):
 
   def __init__(
       self, config: DecoderConfig, tensor: Callable[[str], Array],
-      rope_divisors: np.ndarray | None = None):
-    """Builds the stack from `tensor(canonical name)`, called once for each tensor."""
-    self.config = config
+      rope_divisors: np.ndarray | None = None, mesh: Mesh | None = None):
+    """Builds the stack from `tensor(canonical name)`, called once for each tensor; `mesh` are the
+    devices that its states are divided over."""
+    self.config, self.mesh = config, mesh
     self.layers = nnx.List([
         Block(config, lambda name, i=i: tensor(f"layers.{i}.{name}"))
         for i in range(config.num_layers)])
@@ -299,13 +304,14 @@ class Stack(nnx.Module):
         positions, self.local_frequencies)
     masks = {local: _mask(positions, cache, segments, attend_length, c.sliding_window * local)
              for local in {c.is_local(i) for i in range(c.num_layers)}}
-    x = x.astype(jnp.float32)
+    x = sharding.pin_states(x.astype(jnp.float32), self.mesh)
     features, keys, values = [], [], []
     for i, block in enumerate(self.layers):
       layer_cache = None if cache is None else (cache.k[i], cache.v[i])
       local = c.is_local(i)
       x, layer_cache = block(
           x, *tables[local], layer_cache, positions[:, 0], masks[local], attend_length)
+      x = sharding.pin_states(x, self.mesh)
       if cache is not None:
         keys.append(layer_cache[0])
         values.append(layer_cache[1])
@@ -323,11 +329,12 @@ class Decoder(nnx.Module):
 
   def __init__(
       self, config: DecoderConfig, tensor: Callable[[str], Array],
-      rope_divisors: np.ndarray | None = None):
-    """Builds the decoder from `tensor(canonical name)`, called once for each tensor."""
+      rope_divisors: np.ndarray | None = None, mesh: Mesh | None = None):
+    """Builds the decoder from `tensor(canonical name)`, called once for each tensor; `mesh` are the
+    devices that its states are divided over."""
     self.config = config
     self.embed = nnx.Param(tensor("embed"))
-    self.stack = Stack(config, tensor, rope_divisors)
+    self.stack = Stack(config, tensor, rope_divisors, mesh)
     if not config.tie_embeddings:
       self.head = nnx.Param(tensor("head"))
 

@@ -52,7 +52,8 @@ BAD = [
     ("drafter.steps", 0), ("drafter.num_taps", 0), ("drafter.block_size", 1),
     ("drafter.anchors", 0), ("drafter.mask_id", -2), ("drafter.markov_rank", 0),
     ("train.position_weight", "linear"), ("evaluate.lookup", "1-3"),
-    ("evaluate.seed", 2**31), ("export.prompts", 0)]
+    ("evaluate.seed", 2**31), ("export.prompts", 0),
+    ("mesh.data", -2), ("mesh.fsdp", 0), ("mesh.tensor", 0)]
 
 
 def put(cfg, name, value):

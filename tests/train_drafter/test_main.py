@@ -69,6 +69,7 @@ def stages(monkeypatch):
   monkeypatch.setattr("train_drafter.config", checks, raising=False)
   monkeypatch.setitem(sys.modules, "train_drafter.config", checks)
   monkeypatch.setattr(cli, "_check_target", lambda cfg: None)
+  monkeypatch.setattr(cli, "_check_mesh", lambda cfg: None)
   monkeypatch.setattr(cli, "_reads_features", lambda cfg: True)
 
   for name in cli.STAGES:
@@ -202,6 +203,14 @@ def test_all_stages_run_in_order_after_the_checks(config_file, workdir, stages, 
   lines = capsys.readouterr().out.splitlines()
   assert [line.split(":")[0] for line in lines] == list(cli.STAGES)
   assert lines[3] == f"train: 0:00  {workdir / 'train'}"
+
+
+def test_a_mesh_without_its_devices_is_refused_before_any_stage():
+  cfg = config.Config()
+  cli._check_mesh(cfg)  # the default asks for nothing
+  cfg.mesh.fsdp = 64
+  with pytest.raises(UserError, match="mesh.fsdp=64, mesh.tensor=1 needs 64 devices, and there"):
+    cli._check_mesh(cfg)
 
 
 def test_extract_runs_only_for_a_drafter_that_reads_features(

@@ -1,0 +1,61 @@
+"""Where a run's arrays lie: the mesh of its config, the target on it, and the state of training.
+
+Called by the stages; spec_jax/sharding.py has the table and what it means.
+"""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+import spec_jax
+from spec_jax import sharding
+from spec_jax.target import Target
+from train_drafter.config import Config
+
+
+def mesh_of(cfg: Config, own: bool = False) -> Mesh | None:
+  """The mesh that the config asks for; None for one device, which then runs as if there were none.
+
+  Of several processes all devices take part, so that the default is then data=-1.
+
+  Args:
+    cfg: of the run.
+    own: for a stage that shares its work out, each process deciding for itself: the part of the
+      mesh on the devices of this process, `data` being what fsdp and tensor leave of them.
+
+  Raises:
+    UserError: it does not fit the devices that exist.
+  """
+  sizes = cfg.mesh
+  if jax.process_count() == 1:
+    mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor)
+    return None if mesh.size == 1 else mesh
+  if own:
+    mesh = sharding.make_mesh(-1, sizes.fsdp, sizes.tensor, jax.local_devices())
+    return None if mesh.size == 1 else mesh
+  data = -1 if (sizes.data, sizes.fsdp, sizes.tensor) == (1, 1, 1) else sizes.data
+  return sharding.make_mesh(data, sizes.fsdp, sizes.tensor)
+
+
+def load_target(cfg: Config, dtype: str, own: bool = True) -> Target:
+  """The target of a run in a dtype, each device with its slices of the parameters.
+
+  Args:
+    cfg: of the run.
+    dtype: "float32" or "bfloat16".
+    own: as in `mesh_of`; False for the stage that all processes run together (train).
+  """
+  return spec_jax.load_target(cfg.target.source, dtype=dtype, mesh=mesh_of(cfg, own))
+
+
+def start(
+    optimizer: optax.GradientTransformation, params: Any, mesh: Mesh | None, head_dim: int,
+) -> tuple[Any, Any]:
+  """Parameters and the optimizer's first state, which lies as they do and is made in place."""
+  params = sharding.place(params, mesh, head_dim)
+  if mesh is None:
+    return params, optimizer.init(params)
+  where = sharding.shardings(jax.eval_shape(optimizer.init, params), mesh, head_dim)
+  return params, jax.jit(optimizer.init, out_shardings=where)(params)
