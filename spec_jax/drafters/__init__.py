@@ -33,7 +33,7 @@ from spec_jax.drafters.small_lm import SmallLM
 from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig, RopeScaling
 from spec_jax.models.decoder import block_shapes, tensor_shapes
-from spec_jax.models.quant import Int8Weight
+from spec_jax.models.quant import Int8Weight, Weight
 from spec_jax.target import (
   DTYPES,
   Target,
@@ -131,7 +131,7 @@ def load_drafter(source: str, target: Target, dtype: str | None = None) -> Draft
 
 def small_lm(
     target: Target,
-    tensors: Mapping[str, Array | np.ndarray | Int8Weight],
+    tensors: Mapping[str, Weight],
     config: DecoderConfig,
     *,
     dtype: str | None = None,
@@ -176,7 +176,7 @@ def lent_head(
 
 
 def build(
-    kind: str, target: Target, tensors: Mapping[str, Array | np.ndarray | Int8Weight],
+    kind: str, target: Target, tensors: Mapping[str, Weight],
     config: DecoderConfig, options: Mapping[str, Any], *, dtype: str | None = None,
     draft_ids: np.ndarray | None = None, head: np.ndarray | None = None,
 ) -> LearnedDrafter:
@@ -314,7 +314,7 @@ def init_from_target(
   return small_lm(target, tensors, config, dtype=dtype, draft_ids=draft_ids)
 
 
-def own_tensors(module: LearnedDrafter) -> dict[str, Array]:
+def own_tensors(module: LearnedDrafter) -> dict[str, Weight]:
   """A drafter's own tensors by canonical name, "rope_freqs" where it has such a table."""
   tensors = module.own_tensors()
   if module.rope_divisors is not None:

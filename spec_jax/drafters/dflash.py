@@ -34,7 +34,7 @@ from spec_jax.models.decoder import (
   rope_tables,
   rotate,
 )
-from spec_jax.models.quant import Int8Weight
+from spec_jax.models.quant import Int8Weight, Weight
 from spec_jax.sampling import Sampling
 from spec_jax.target import Target, canonical_tensors, llama_layer
 from spec_jax.types import Cache, Context, Proposal, TrainStates
@@ -218,7 +218,7 @@ class DFlash(LearnedDrafter):
     """What the constructor needs besides config and tensors."""
     return {"taps": list(self.taps), "mask_id": self.mask_id, "block_size": self.block_size}
 
-  def own_tensors(self) -> dict[str, Array]:
+  def own_tensors(self) -> dict[str, Weight]:
     """The tensors by canonical name."""
     tensors = {name: getattr(self, name)[...] for name in ("fc", "hidden_norm", "final_norm")}
     for i, layer in enumerate(self.layers):

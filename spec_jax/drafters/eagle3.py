@@ -33,7 +33,7 @@ from spec_jax.models.decoder import (
   rope_tables,
   rotate,
 )
-from spec_jax.models.quant import Int8Weight
+from spec_jax.models.quant import Int8Weight, Weight
 from spec_jax.sampling import Sampling
 from spec_jax.target import llama_layer
 from spec_jax.types import Context, Proposal, TrainStates, pytree
@@ -117,7 +117,7 @@ class Eagle3(LearnedDrafter):
     """What the constructor needs besides config and tensors."""
     return {"taps": list(self.taps), "steps": self.steps}
 
-  def own_tensors(self) -> dict[str, Array]:
+  def own_tensors(self) -> dict[str, Weight]:
     """The tensors by canonical name."""
     return {name: getattr(self, name.removeprefix("layers.0."))[...]
             for name in tensor_shapes(self.config, self.taps)}

@@ -70,6 +70,9 @@ class Int8Weight:
     return np.asarray(self.values * self.scale[..., None], dtype)
 
 
+Weight = Array | np.ndarray | Int8Weight  # a tensor on the device, on the host, or as int8
+
+
 def quantise(value: Float[np.ndarray, "*O I"]) -> tuple[np.ndarray, np.ndarray]:
   """Values int8 [*O, I] and scales float32 [*O] of float32 rows.
 

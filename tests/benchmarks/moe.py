@@ -70,19 +70,22 @@ def touched(experts: int, per_token: int, width: int, routed: float) -> float:
   return experts if jax.default_backend() == "cpu" else routed
 
 
-def routed(target: Target, width: int, texts: int = 32) -> float:
-  """Different experts of a layer that random texts of `width` tokens are sent to, on average."""
+def routed(target: Target, width: int, texts: int = 32) -> list[float]:
+  """Different experts of a layer that the first 1...width tokens of random texts are sent to, on
+  average over layers and texts."""
   tokens = jnp.asarray(np.random.default_rng(width).integers(0, _VOCAB, (texts, width)))
   real, found = decoder.route, []
 
   def watched(*args):
     weights, chosen = real(*args)
-    found.extend(len(set(row)) for row in np.asarray(chosen).reshape(texts, -1).tolist())
+    found.append(np.asarray(chosen).reshape(texts, width, -1))
     return weights, chosen
 
   with mock.patch.object(decoder, "route", watched):  # not jitted, so it sees numbers
     target.module.hidden(tokens, jnp.broadcast_to(jnp.arange(width), tokens.shape))
-  return float(np.mean(found))
+  ids = np.concatenate(found)  # of every layer and text
+  return [float(np.mean([len(set(text[:T].ravel().tolist())) for text in ids]))
+          for T in range(1, width + 1)]
 
 
 def passes(target: Target, widths: range) -> dict[int, Callable]:
@@ -120,17 +123,18 @@ def main(values: flags.FlagValues) -> None:
     pieces |= {f"{name} {T}": piece for T, piece in passes(target, widths).items()}
   median = {name: float(np.median(times))
             for name, times in speed.interleaved(pieces, _REPEATS.value).items()}
-  one, rest = shares(mixture)
+  (one, rest), seen = shares(mixture), routed(mixture, widths[-1])
   milliseconds = {name: 1e3 * median[f"{name} 1"] / _COUNT for name in ("moe", "dense")}
   print(f"N = {N} experts of {_SIZE.value}, k = {k}, {_LAYERS.value} layers, hidden size "
         f"{_HIDDEN.value}, {_DTYPE.value}, {jax.default_backend()}; a pass one wide "
         f"{milliseconds['moe']:.1f} ms, dense {milliseconds['dense']:.1f} ms")
   print("   T   v(T)  dense  expected  routed  read  bound")
   for T in widths:
-    need, seen = expected(N, k, T), routed(mixture, T)
+    need = expected(N, k, T)
     print(f"{T:4d}{median[f'moe {T}'] / median['moe 1']:7.2f}"
-          f"{median[f'dense {T}'] / median['dense 1']:7.2f}{need:10.1f}{seen:8.1f}"
-          f"{touched(N, k, T, seen):6.0f}{(rest + one * need) / (rest + one * k):7.2f}")
+          f"{median[f'dense {T}'] / median['dense 1']:7.2f}{need:10.1f}{seen[T - 1]:8.1f}"
+          f"{touched(N, k, T, seen[T - 1]):6.0f}{(rest + one * need) / (rest + one * k):7.2f}",
+          flush=True)
 
 
 if __name__ == "__main__":

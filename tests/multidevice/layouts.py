@@ -51,6 +51,8 @@ def main(folder: Path) -> None:
     if name in ("one", "all"):
       experts = spec_jax.load_target(str(folder / "experts"), mesh=mesh)
       fact["experts"] = parts(experts.params)
+      int8 = spec_jax.load_target(str(folder / "experts"), "int8w", mesh=mesh)
+      fact["int8w"], arrays[f"int8w/{name}"] = parts(int8.params), logits(int8)
       found |= {"experts": logits(experts), "grouped": grouped(experts)}
       tokens[f"{name} experts"] = answers(experts, None)
       found |= {f"dspark {k}": v for k, v in gradient(target, dspark(target)).items()}

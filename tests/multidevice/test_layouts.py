@@ -55,6 +55,18 @@ def test_tokens_are_those_of_one_device(done, layout):
   assert all(d["within_tolerance"] for d in found), found
 
 
+def test_int8_matrices_are_divided_and_their_scales_as_their_rows(done):
+  """The same model; what differs is the order of summation behind bfloat16 products."""
+  one, ours = (done[0][f"int8w/{name}"] for name in ("one", "all"))
+  np.testing.assert_allclose(ours, one, rtol=0, atol=2.0**-6 * np.abs(one).max())
+  found = {path: part for path, part in done[1]["all"]["int8w"].items()
+           if "'wk'" in path or "'experts_down'" in path}
+  assert [part[:2] for path, part in found.items() if path.endswith(".values")] == [
+      [[6, 32, 10], [6, 16, 5]], [[16, 32], [8, 16]]] * 2
+  assert [part[:2] for path, part in found.items() if path.endswith(".scale")] == [
+      [[6, 32], [6, 16]], [[16], [8]]] * 2
+
+
 @pytest.mark.parametrize("layout", MESHES)
 def test_devices_hold_parts_of_every_matrix(done, layout):
   """A part is [whole shape, its shape, how many different ones, devices]."""
