@@ -21,7 +21,7 @@ from spec_jax.sampling import argmax
 from spec_jax.target import Target
 
 # The rounding tolerance is measured; a difference above these is an error whatever is measured.
-TOLERANCE_CAP = {"float32": 1e-3, "bfloat16": 0.5}
+TOLERANCE_CAP = {"float32": 1e-3, "bfloat16": 0.5, "int8w": 0.5}
 WIDTH = 32  # prefill widths are multiples of it
 # Below these shares of what its own choices promise, or of accepted drafts, a drafter is called
 # dead.

@@ -169,9 +169,11 @@ def parameter_spec(
     mesh: the devices.
     head_dim: elements of a head.
   """
-  for key in reversed(path):
-    name = str(getattr(key, "key", getattr(key, "name", key))).rpartition(".")[2]
+  names = [str(getattr(key, "key", getattr(key, "name", key))).rpartition(".")[2] for key in path]
+  for name in reversed(names):
     logical = PARAMETERS.get(name)
+    if logical is not None and names[-1] == "scale":  # of an int8 matrix, one for each output
+      logical = logical[:-1]
     if logical is not None and len(logical) == len(shape):
       return spec(logical, shape, mesh, head_dim=head_dim)
   return PartitionSpec()
@@ -220,7 +222,8 @@ def place(tree: Any, mesh: Mesh | None, head_dim: int = 1) -> Any:
 def place_tensor(name: str, value: np.ndarray, dtype: Any, mesh: Mesh, head_dim: int = 1) -> Array:
   """One tensor of a checkpoint in a dtype, by its canonical name such as "layers.0.wq"; the host
   converts no more than each device's slice at a time."""
-  where = NamedSharding(mesh, parameter_spec((name,), value.shape, mesh, head_dim))
+  where = NamedSharding(
+      mesh, parameter_spec(name.split("."), value.shape, mesh, head_dim))
   return jax.make_array_from_callback(
       value.shape, where, lambda index: np.asarray(value[index], jnp.dtype(dtype)))
 

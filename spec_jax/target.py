@@ -7,18 +7,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
 from spec_jax import sharding
 from spec_jax.errors import UserError
+from spec_jax.models import quant
 from spec_jax.models.config import DecoderConfig
 from spec_jax.models.decoder import BLOCK_TENSORS, Decoder, block_shapes
+from spec_jax.models.quant import Int8Weight
 from spec_jax.tokenizer import Tokenizer
 from spec_jax.weights import Checkpoint, open_checkpoint
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+# Compute type of each: "int8w" holds matrices as int8 and multiplies them in bfloat16.
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8w": quant.COMPUTE}
+# Matrices that stay floating under "int8w": a router decides by small differences, and of a table
+# that is only looked up a step reads a row.
+_FLOATING = ("router", "markov_w1")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,7 +38,7 @@ class Target:
     tokenizer: with the chat template.
     graph: nnx graph definition of the decoder.
     params: its parameters; the only copy, shared with drafters that borrow embedding and head.
-    dtype: name of the compute dtype.
+    dtype: a name of DTYPES.
     checkpoint: the files behind it, None for a model made in memory.
   """
 
@@ -63,7 +70,9 @@ def load_target(source: str, dtype: str = "float32", mesh: Mesh | None = None) -
 
   Args:
     source: "demo", a folder in the Hugging Face layout, a .gguf file, or "hf:org/name".
-    dtype: "float32" or "bfloat16"; norms stay float32 in both.
+    dtype: "float32", "bfloat16" or "int8w" (matrices as int8 with a scale for each output
+      channel, activations bfloat16; an embedding only when it is the head too, of experts not the
+      router). Vectors (norms, biases) stay float32 in all.
     mesh: devices that its parameters are divided over (`sharding.make_mesh`), tensor by tensor, and
       with them everything that runs with the target; None for one device.
 
@@ -73,18 +82,66 @@ def load_target(source: str, dtype: str = "float32", mesh: Mesh | None = None) -
   if dtype not in DTYPES:
     raise UserError(f"dtype={dtype!r} is not supported (only {', '.join(DTYPES)})")
   checkpoint = open_checkpoint(source)
-
-  def tensor(name: str):
-    value = checkpoint.read(name)
-    kind = jnp.float32 if value.ndim == 1 else DTYPES[dtype]
-    if mesh is not None:
-      return sharding.place_tensor(name, value, kind, mesh, checkpoint.config.head_dim)
-    return jnp.asarray(value, kind)
-
+  config = checkpoint.config
   divisors = checkpoint.read("rope_freqs") if "rope_freqs" in checkpoint.names() else None
-  module = Decoder(checkpoint.config, tensor, divisors, mesh)
+  module = Decoder(config, lambda name: read_tensor(
+      checkpoint, name, dtype, config.tie_embeddings, mesh), divisors, mesh)
   return from_module(
       module, name=source, tokenizer=checkpoint.tokenizer(), dtype=dtype, checkpoint=checkpoint)
+
+
+def is_int8(name: str, ndim: int, dtype: str, tied: bool = False) -> bool:
+  """Whether a tensor is held as int8.
+
+  Args:
+    name: canonical.
+    ndim: of the tensor.
+    dtype: a name of DTYPES.
+    tied: the embedding is the head, which every step reads whole.
+  """
+  last = name.rpartition(".")[2]
+  return (dtype == "int8w" and ndim > 1 and last not in _FLOATING and (last != "embed" or tied))
+
+
+def read_tensor(
+    checkpoint: Checkpoint, name: str, dtype: str, tied: bool, mesh: Mesh | None = None,
+) -> Array | Int8Weight:
+  """One tensor of a checkpoint as the dtype holds it.
+
+  It is converted on the way, a few rows at a time, so loading a model takes its own size and one
+  tensor more, as the dtype holds it (the host's copy of what then goes to the devices).
+
+  Args:
+    checkpoint: open for reading.
+    name: canonical.
+    dtype: a name of DTYPES.
+    tied: as `is_int8` has it.
+    mesh: devices that the tensor is divided over.
+  """
+  def place(name, value):
+    if mesh is None:
+      return jnp.array(value)
+    return sharding.place_tensor(name, value, value.dtype, mesh, checkpoint.config.head_dim)
+
+  shape = checkpoint.shape(name)
+  if is_int8(name, len(shape), dtype, tied):
+    values, scale = np.empty(shape, np.int8), np.empty(shape[:-1], np.float32)
+    for rows, block in checkpoint.blocks(name):
+      values[rows], scale[rows] = quant.quantise(block)
+    return Int8Weight(place(name, values), place(f"{name}.scale", scale))
+  value = np.empty(shape, np.float32 if len(shape) == 1 else DTYPES[dtype])
+  for rows, block in checkpoint.blocks(name):
+    value[rows] = block
+  return place(name, value)
+
+
+def held(
+    name: str, value: Array | np.ndarray | Int8Weight, dtype: str, tied: bool = False,
+) -> Array | Int8Weight:
+  """A tensor in memory as the dtype holds it; one that is held so already is not copied."""
+  if not is_int8(name, value.ndim, dtype, tied):
+    return jnp.asarray(value, jnp.float32 if value.ndim == 1 else DTYPES[dtype])
+  return value if isinstance(value, Int8Weight) else quant.quantised(value)
 
 
 def from_module(
@@ -95,8 +152,8 @@ def from_module(
   return Target(name, module.config, tokenizer, graph, params, dtype, checkpoint)
 
 
-def canonical_tensors(target: Target) -> dict[str, Array]:
-  """The target's tensors by canonical name (arrays as loaded, not copied).
+def canonical_tensors(target: Target) -> dict[str, Array | Int8Weight]:
+  """The target's tensors by canonical name (as loaded, not copied).
 
   "rope_freqs" is among them when the target's file held such a table.
   """
@@ -113,7 +170,7 @@ def canonical_tensors(target: Target) -> dict[str, Array]:
 
 
 def llama_layer(
-    tensors: Mapping[str, Array], config: DecoderConfig, layer: int, seed: int = 0,
+    tensors: Mapping[str, Array | Int8Weight], config: DecoderConfig, layer: int, seed: int = 0,
 ) -> dict[str, Array]:
   """The part of a target's layer that a Llama layer has, in float32: where a drafter that reads the
   target's states starts from.

@@ -23,6 +23,9 @@ from spec_jax.errors import UserError
 # GGUF `tokenizer.ggml.token_type`.
 _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6
 _SPACE = "\u2581"  # what SentencePiece writes for a space
+# Tokens that end a turn in the chat templates that use them; files often name the end of a text
+# alone.
+_TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>")
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -139,10 +142,15 @@ class Tokenizer:
     return cls(backend, chat_template=template, bos_id=bos, eos_ids=eos, pad_id=pad)
 
   @classmethod
-  def from_gguf(cls, reader: Any) -> "Tokenizer":
+  def from_gguf(cls, reader: Any, chat_template: str = "") -> "Tokenizer":
     """Builds the tokenizer from the metadata of a `gguf.GGUFReader`.
 
-    Trailing tokens of type UNUSED are padding of the embedding and are left out.
+    Trailing tokens of type UNUSED are padding of the embedding and are left out. Where no end of
+    turn is stated, it is the token by which the chat template ends one, if that is a common one.
+
+    Args:
+      reader: of the file.
+      chat_template: in place of the file's; "" for that one.
 
     Raises:
       UserError: a kind of tokenizer or pre-tokenizer that is not known, by name.
@@ -193,10 +201,13 @@ class Tokenizer:
           single=f"{strings[bos]} $A", special_tokens=[(strings[bos], bos)]))
     if post:
       backend.post_processor = processors.Sequence(post)
+    template = chat_template or get("chat_template", "")
     eos = [get(f"ggml.{name}_token_id", -1) for name in ("eos", "eot", "eom")]
+    if eos[1] < 0:
+      eos += [vocabulary[end] for end in _TURN_ENDS if end in vocabulary and end in template]
     return cls(
         backend,
-        chat_template=get("chat_template", ""),
+        chat_template=template,
         bos_id=bos,
         eos_ids=[i for i in eos if i >= 0],
         pad_id=get("ggml.padding_token_id", -1),

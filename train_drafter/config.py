@@ -22,7 +22,7 @@ class TargetConfig:
   """The model that is sped up."""
 
   source: str = "demo"  # demo, a Hugging Face folder, a .gguf file, or hf:org/name
-  dtype: str = "bfloat16"  # of generation and of the teacher: float32 or bfloat16
+  dtype: str = "bfloat16"  # of generation and of the teacher: float32, bfloat16 or int8w
 
 
 @dataclass(slots=True)
@@ -199,7 +199,8 @@ def finalize(cfg: Config) -> None:
   del cfg
 
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "int8w")
+TRAIN_DTYPES = ("float32", "bfloat16")  # what has a gradient
 OPTIMIZERS = ("adamw", "muon")
 KINDS = ("small_lm", "eagle3", "dflash", "dspark")
 LOSSES = ("ce", "fkl", "rkl", "jsd", "tv", "lk_alpha", "lk_hybrid", "ce_tv")
@@ -221,7 +222,7 @@ _AT_LEAST = {  # field -> smallest value allowed
     "evaluate.untrained_per_category": 0, "evaluate.self_prompts": 0, "export.prompts": 1,
     "mesh.data": -1, "mesh.fsdp": 1, "mesh.tensor": 1}
 _ONE_OF = {
-    "target.dtype": DTYPES, "train.dtype": DTYPES, "evaluate.dtype": DTYPES,
+    "target.dtype": DTYPES, "train.dtype": TRAIN_DTYPES, "evaluate.dtype": DTYPES,
     "evaluate.identity_dtype": DTYPES,
     "evaluate.drafter_dtype": DTYPES, "drafter.kind": KINDS, "train.loss": LOSSES,
     "train.optimizer": OPTIMIZERS,

@@ -52,7 +52,7 @@ def load_target(cfg: Config, dtype: str, own: bool = True) -> Target:
 
   Args:
     cfg: of the run.
-    dtype: "float32" or "bfloat16".
+    dtype: as `spec_jax.load_target` takes it.
     own: as in `mesh_of`; False for the stage that all processes run together (train).
   """
   return spec_jax.load_target(cfg.target.source, dtype=dtype, mesh=mesh_of(cfg, own))

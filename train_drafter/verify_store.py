@@ -7,8 +7,9 @@ The rule. Ids and loss mask must be those of the answers. A stored state x must 
 a * rms + r * |y| of the live value y, where rms is over the D values of that token and layer (each
 tapped layer by itself, since deep layers are larger) and r = 2**-8 covers the rounding to bfloat16
 twice over. a covers the order of summation, which differs between a packed pass and a single one:
-1e-3 for a float32 target; 2**-3 for a bfloat16 one, where a sum that rounds the other way goes on
-through all layers (on CPU both passes agree; the next layer is thirty times farther off than that).
+1e-3 for a float32 target; 2**-3 for a bfloat16 or int8w one, where a sum that rounds the other way
+goes on through all layers (on CPU both agree; the next layer is thirty times farther off than
+that).
 Stored log-probabilities and logsumexp must lie within 1e-3 (float32) or 0.25 (bfloat16) of the live
 ones at the stored ids, which must be distinct and, within the same tolerance, at least as probable
 as the live k-th.
@@ -34,8 +35,8 @@ from train_drafter.store import Store, StoredDocument
 
 STAGE = "verify_store"
 _ROUNDING = 2.0**-8
-_STATE_TOLERANCE = {"float32": 1e-3, "bfloat16": 2.0**-3}  # of the rms
-_LOG_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}  # nats
+_STATE_TOLERANCE = {"float32": 1e-3, "bfloat16": 2.0**-3, "int8w": 2.0**-3}  # of the rms
+_LOG_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "int8w": 0.25}  # nats
 _SHORTEST = 64  # documents are padded to this or twice it, and so on: few shapes
 
 

@@ -17,6 +17,7 @@ from flax import nnx
 
 from spec_jax.drafters import Drafter
 from spec_jax.models.cache import init_cache
+from spec_jax.models.quant import Int8Weight
 from spec_jax.target import Target
 
 
@@ -138,10 +139,12 @@ def speculative_ceiling(
 
 
 def _size(tree: Any) -> tuple[int, int]:
-  """Numbers and bytes of the arrays (or shapes) of a tree."""
-  leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
+  """Numbers and bytes of the arrays (or shapes) of a tree; scales of int8 matrices are bytes."""
+  leaves = [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Int8Weight))
+            if hasattr(x, "dtype")]
   return (sum(int(np.prod(x.shape)) for x in leaves),
-          sum(int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in leaves))
+          sum(x.nbytes if isinstance(x, Int8Weight) else
+              int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in leaves))
 
 
 def _state_bytes(make: Any) -> float:

@@ -31,10 +31,19 @@ from spec_jax.drafters.small_lm import SmallLM
 from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig
 from spec_jax.models.decoder import block_shapes, tensor_shapes
-from spec_jax.target import DTYPES, Target, canonical_tensors, default_mask_id
+from spec_jax.models.quant import Int8Weight, Weight
+from spec_jax.target import (
+  DTYPES,
+  Target,
+  canonical_tensors,
+  default_mask_id,
+  held,
+  read_tensor,
+)
 from spec_jax.tokenizer import check_same_vocabulary
 from spec_jax.weights import open_checkpoint, published
 from spec_jax.weights.resolve import files_sha256, resolve
+from spec_jax.weights.stream import Lazy
 
 __all__ = ["DRAFTERS", "LEARNED", "Drafter", "build", "init_from_target", "init_learned",
            "lend_head", "lent_head", "load_drafter", "own_tensors", "parse_ngram", "save_drafter",
@@ -112,9 +121,12 @@ def load_drafter(source: str, target: Target, dtype: str | None = None) -> Draft
   checkpoint = open_checkpoint(source)
   if target.tokenizer is not None:
     check_same_vocabulary(checkpoint.tokenizer(), target.tokenizer)
-  tensors = {name: jnp.asarray(checkpoint.read(name)) for name in checkpoint.names()}
-  own = {"embed": tensors["embed"], "head": tensors.get("head", tensors["embed"])}
-  module = small_lm(target, tensors, checkpoint.config, dtype=dtype, own=own)
+  tied = checkpoint.config.tie_embeddings
+  own = {name: read_tensor(checkpoint, name, dtype, tied)
+         for name in ("embed", "head") if name in checkpoint.names()}
+  module = small_lm(
+      target, Lazy(checkpoint), checkpoint.config, dtype=dtype,
+      own={"head": own["embed"]} | own if tied else own)
   return wrap("small_lm", source, module)
 
 
@@ -143,12 +155,12 @@ def source_hash(source: str) -> str:
 
 def small_lm(
     target: Target,
-    tensors: Mapping[str, Array | np.ndarray],
+    tensors: Mapping[str, Weight],
     config: DecoderConfig,
     *,
     dtype: str | None = None,
     draft_ids: np.ndarray | None = None,
-    own: Mapping[str, Array | np.ndarray | None] | None = None,
+    own: Mapping[str, Array | np.ndarray | Int8Weight | None] | None = None,
 ) -> SmallLM:
   """Builds a SmallLM from canonical tensors.
 
@@ -161,13 +173,14 @@ def small_lm(
     own: the drafter's own "embed" and "head", when they are not the target's. They stay as they
       are in training: a tied pair would come apart.
   """
-  kind = DTYPES[dtype or target.dtype]
-  tensor = _checked(tensors, tensor_shapes(config), kind)
+  dtype = dtype or target.dtype
+  tensor = _checked(tensors, tensor_shapes(config), dtype)
   if own is None and config.hidden_size != target.config.hidden_size:
     raise UserError(
         f"drafter hidden_size={config.hidden_size} differs from the target's "
         f"{target.config.hidden_size}: it cannot share its embedding")
-  own = {name: jnp.asarray(value, kind) for name, value in (own or {}).items() if value is not None}
+  own = {name: held(name, value, dtype, tied=isinstance(value, Int8Weight))
+         for name, value in (own or {}).items() if value is not None}
   if "embed" in own:
     own.setdefault("head", own["embed"])
   divisors = np.asarray(tensors["rope_freqs"]) if "rope_freqs" in tensors else None
@@ -176,7 +189,7 @@ def small_lm(
   if "head" in own:
     module.set_head(config, own["head"], draft_ids, own=True)
   else:
-    module.set_head(config, lent_head(target, draft_ids, kind), draft_ids)
+    module.set_head(config, lent_head(target, draft_ids, dtype), draft_ids)
   return module
 
 
@@ -185,20 +198,21 @@ def lend_head(module: LearnedDrafter, target: Target) -> None:
   ids = np.asarray(module.draft_ids[...]) if hasattr(module, "draft_ids") else None
   if hasattr(module, "head"):
     del module.head
-  module.set_head(module.config, lent_head(target, ids, DTYPES[target.dtype]), ids)
+  module.set_head(module.config, lent_head(target, ids, target.dtype), ids)
 
 
-def lent_head(target: Target, draft_ids: np.ndarray | None, dtype: Any) -> Array | None:
-  """The target's head rows for a drafter: a copy where they are fewer or of another dtype, else
-  None (the drafter then reads the target's own)."""
-  if draft_ids is None and dtype == DTYPES[target.dtype]:
+def lent_head(
+    target: Target, draft_ids: np.ndarray | None, dtype: str) -> Array | Int8Weight | None:
+  """The target's head rows for a drafter: a copy where they are fewer or computed with in another
+  type, else None (the drafter then reads the target's own)."""
+  if draft_ids is None and DTYPES[dtype] == DTYPES[target.dtype]:
     return None
   rows = target.module.head_weight()
-  return jnp.asarray(rows if draft_ids is None else rows[np.asarray(draft_ids)], dtype)
+  return held("head", rows if draft_ids is None else rows[np.asarray(draft_ids)], dtype)
 
 
 def build(
-    kind: str, target: Target, tensors: Mapping[str, Array | np.ndarray], config: DecoderConfig,
+    kind: str, target: Target, tensors: Mapping[str, Weight], config: DecoderConfig,
     options: Mapping[str, Any], *, dtype: str | None = None, draft_ids: np.ndarray | None = None,
     own: Mapping[str, np.ndarray | None] | None = None,
 ) -> LearnedDrafter:
@@ -219,7 +233,7 @@ def build(
   """
   if kind == "small_lm":
     return small_lm(target, tensors, config, dtype=dtype, draft_ids=draft_ids, own=own)
-  low = DTYPES[dtype or target.dtype]
+  dtype = dtype or target.dtype
   settings = dict(options) | {"taps": tuple(options["taps"])}
   shapes = {"eagle3": eagle3_lib, "dflash": dflash_lib, "dspark": dflash_lib}[kind].tensor_shapes(
       config, settings["taps"])
@@ -240,23 +254,24 @@ def build(
     short = shapes["confidence"][0] - tensors["confidence"].shape[0]
     tensors["confidence"] = jnp.pad(jnp.asarray(tensors["confidence"]), (0, max(short, 0)))
   head = (own or {}).get("head")
-  lent = lent_head(target, draft_ids, low) if head is None else None
+  lent = lent_head(target, draft_ids, dtype) if head is None else None
   module = DRAFTERS[kind](
-      config, _checked(tensors, shapes, low), head=lent, draft_ids=draft_ids,
+      config, _checked(tensors, shapes, dtype), head=lent, draft_ids=draft_ids,
       rope_divisors=divisors, mesh=target.mesh, **settings)
   if head is not None:
-    module.set_head(config, jnp.asarray(head, low), draft_ids, own=True, trained=True)
+    module.set_head(config, held("head", head, dtype), draft_ids, own=True, trained=True)
   return module
 
 
-def _checked(tensors, shapes, dtype) -> Callable[[str], Array]:
+def _checked(tensors, shapes, dtype: str) -> Callable[[str], Array | Int8Weight]:
   """A `tensor(name)` function that names what is missing; vectors stay float32."""
   def tensor(name):
     if name not in tensors:
       raise UserError(f"drafter tensor {name} is missing")
-    if tensors[name].shape != shapes[name]:
-      raise UserError(f"drafter tensor {name} has shape {tensors[name].shape}, not {shapes[name]}")
-    return jnp.asarray(tensors[name], jnp.float32 if tensors[name].ndim == 1 else dtype)
+    value = tensors[name]
+    if value.shape != shapes[name]:
+      raise UserError(f"drafter tensor {name} has shape {value.shape}, not {shapes[name]}")
+    return held(name, value, dtype)
 
   return tensor
 

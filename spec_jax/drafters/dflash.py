@@ -35,6 +35,7 @@ from spec_jax.models.decoder import (
   rope_tables,
   rotate,
 )
+from spec_jax.models.quant import Int8Weight, Weight
 from spec_jax.sampling import Sampling
 from spec_jax.target import Target, canonical_tensors, llama_layer
 from spec_jax.types import Cache, Context, Proposal, TrainStates
@@ -181,7 +182,7 @@ class DFlash(LearnedDrafter):
       taps: tuple[int, ...],
       mask_id: int,
       block_size: int,
-      head: Array | None = None,
+      head: Array | Int8Weight | None = None,
       draft_ids: Array | np.ndarray | None = None,
       rope_divisors: np.ndarray | None = None,
       anchors: int = 64,
@@ -221,7 +222,7 @@ class DFlash(LearnedDrafter):
     rest = {} if self.embed_scale is None else {"embed_scale": self.embed_scale}
     return {"taps": list(self.taps), "mask_id": self.mask_id, "block_size": self.block_size} | rest
 
-  def own_tensors(self) -> dict[str, Array]:
+  def own_tensors(self) -> dict[str, Weight]:
     """The tensors by canonical name."""
     tensors = {name: getattr(self, name)[...] for name in ("fc", "hidden_norm", "final_norm")}
     for i, layer in enumerate(self.layers):

@@ -19,6 +19,7 @@ from spec_jax.drafters import dflash
 from spec_jax.drafters.dflash import DFlash
 from spec_jax.models.config import DecoderConfig
 from spec_jax.models.decoder import Decoder, linear
+from spec_jax.models.quant import Weight
 from spec_jax.sampling import Sampling
 from spec_jax.target import Target
 from spec_jax.types import Cache, Context, Proposal, TrainStates
@@ -76,7 +77,7 @@ class DSpark(DFlash):
     for name in _TAIL:
       setattr(self, name, nnx.Param(tensor(name)))
 
-  def own_tensors(self) -> dict[str, Array]:
+  def own_tensors(self) -> dict[str, Weight]:
     """The tensors by canonical name."""
     return super().own_tensors() | {name: getattr(self, name)[...] for name in _TAIL}
 

@@ -33,6 +33,7 @@ from spec_jax.models.decoder import (
   rope_tables,
   rotate,
 )
+from spec_jax.models.quant import Int8Weight, Weight
 from spec_jax.sampling import Sampling
 from spec_jax.target import llama_layer
 from spec_jax.types import Context, Proposal, TrainStates, pytree
@@ -97,7 +98,7 @@ class Eagle3(LearnedDrafter):
       taps: tuple[int, ...],
       steps: int = 7,
       norm_before_residual: bool = False,
-      head: Array | None = None,
+      head: Array | Int8Weight | None = None,
       draft_ids: Array | np.ndarray | None = None,
       rope_divisors: np.ndarray | None = None,
       mesh: Mesh | None = None,
@@ -121,7 +122,7 @@ class Eagle3(LearnedDrafter):
     rest = {"norm_before_residual": True} if self.norm_before_residual else {}
     return {"taps": list(self.taps), "steps": self.steps} | rest
 
-  def own_tensors(self) -> dict[str, Array]:
+  def own_tensors(self) -> dict[str, Weight]:
     """The tensors by canonical name."""
     return {name: getattr(self, name.removeprefix("layers.0."))[...]
             for name in tensor_shapes(self.config, self.taps)}

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from spec_jax import sampling as sampling_lib
 from spec_jax.models.config import DecoderConfig
 from spec_jax.models.decoder import Decoder, linear
+from spec_jax.models.quant import Int8Weight
 from spec_jax.sampling import Sampling
 from spec_jax.types import Context, TrainStates
 
@@ -67,8 +68,8 @@ class LearnedDrafter(nnx.Module):
     return linear(hidden, trained["head"] if "head" in trained else self.head_weight(target))
 
   def set_head(
-      self, config: DecoderConfig, head: Array | None, draft_ids: Array | np.ndarray | None,
-      own: bool = False, trained: bool = False) -> None:
+      self, config: DecoderConfig, head: Array | Int8Weight | None,
+      draft_ids: Array | np.ndarray | None, own: bool = False, trained: bool = False) -> None:
     """Stores the attributes above; `trained` makes the head a parameter."""
     self.config, self.own_head = config, own
     if head is not None:
@@ -83,7 +84,7 @@ class LearnedDrafter(nnx.Module):
   def max_position(self) -> int:
     return self.config.max_position
 
-  def head_weight(self, target: Decoder) -> Float[Array, "Vd D"]:
+  def head_weight(self, target: Decoder) -> Float[Array, "Vd D"] | Int8Weight:
     """The rows that score the draft vocabulary."""
     return self.head[...] if hasattr(self, "head") else target.head_weight()
 

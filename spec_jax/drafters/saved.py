@@ -18,13 +18,14 @@ from jaxtyping import Array
 from spec_jax.drafters.head import LearnedDrafter
 from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig, RopeScaling
+from spec_jax.models.quant import Weight
 from spec_jax.target import Target
 from spec_jax.tokenizer import check_same_strings
 
 _VOCABULARY = "vocabulary.json"  # the tokens by id
 
 
-def own_tensors(module: LearnedDrafter) -> dict[str, Array]:
+def own_tensors(module: LearnedDrafter) -> dict[str, Weight]:
   """A drafter's own tensors by canonical name, "rope_freqs" where it has such a table."""
   tensors = module.own_tensors()
   if module.rope_divisors is not None:

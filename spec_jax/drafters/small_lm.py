@@ -15,6 +15,7 @@ from spec_jax.drafters.head import LearnedDrafter
 from spec_jax.models.cache import init_cache, insert_rows
 from spec_jax.models.config import DecoderConfig
 from spec_jax.models.decoder import Decoder, Stack, block_shapes, embed_rows
+from spec_jax.models.quant import Int8Weight, Weight
 from spec_jax.sampling import Sampling
 from spec_jax.types import Cache, Context, Proposal, TrainStates
 
@@ -35,8 +36,8 @@ class SmallLM(LearnedDrafter):
       config: DecoderConfig,
       tensor: Callable[[str], Array],
       *,
-      embed: Array | None = None,
-      head: Array | None = None,
+      embed: Array | Int8Weight | None = None,
+      head: Array | Int8Weight | None = None,
       draft_ids: Array | np.ndarray | None = None,
       rope_divisors: np.ndarray | None = None,
       mesh: Mesh | None = None,
@@ -106,7 +107,7 @@ class SmallLM(LearnedDrafter):
     all_probs = jnp.concatenate([probs[:, None], rest_probs.transpose(1, 0, 2)], 1)
     return Proposal(drafted, all_probs), state
 
-  def own_tensors(self) -> dict[str, Array]:
+  def own_tensors(self) -> dict[str, Weight]:
     """The tensors of the stack by canonical name."""
     tensors = {"final_norm": self.stack.final_norm[...]}
     for i, block in enumerate(self.stack.layers):

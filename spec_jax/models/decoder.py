@@ -22,17 +22,33 @@ from spec_jax.models.attention import attend
 from spec_jax.models.cache import write_rows
 from spec_jax.models.config import DecoderConfig
 from spec_jax.models.moe import experts, route
+from spec_jax.models.quant import Int8Weight, pieces
 from spec_jax.types import Cache, DecoderOutput
 
 NEG_INF = np.float32(-np.inf)  # of numpy: an array of JAX would start its backend at import
 
 
-@jax.custom_vjp
-def linear(x: Float[Array, "*n I"], w: Float[Array, "O I"]) -> Float[Array, "*n O"]:
+def linear(
+    x: Float[Array, "*n I"], w: Float[Array, "O I"] | Int8Weight) -> Float[Array, "*n O"]:
   """x @ w.T in the dtype of w, accumulated in float32; the result is float32.
 
   A single bfloat16 row is computed as two (XLA:CPU has no fast bfloat16 matrix-vector product).
+  An int8 matrix is multiplied as bfloat16, and the sums by its scales; it has no gradient.
   """
+  if not isinstance(w, Int8Weight):
+    return _product(x, w)
+  # In pieces on CPU, where XLA would else convert the whole matrix, and take that out of the loop
+  # around it: bfloat16 copies of all weights would be held beside the int8 ones.
+  if jax.default_backend() != "cpu" or (count := pieces(w.shape)) == 1:
+    return _product(x, w.values.astype(w.dtype)) * w.scale
+  # Every count-th row makes a piece, so that rows may be divided over devices.
+  rows = w.values.reshape(-1, count, w.shape[1])
+  out = jax.lax.map(lambda i: _product(x, rows[:, i].astype(w.dtype)), jnp.arange(count))
+  return jnp.moveaxis(out, 0, -1).reshape(*x.shape[:-1], w.shape[0]) * w.scale
+
+
+@jax.custom_vjp
+def _product(x, w):
   return _linear(x, w)
 
 
@@ -65,7 +81,7 @@ def _linear_bwd(saved, g):
   return dx.reshape(x.shape).astype(x.dtype), dw.astype(w.dtype)
 
 
-linear.defvjp(_linear_fwd, _linear_bwd)
+_product.defvjp(_linear_fwd, _linear_bwd)
 
 
 def rms_norm(x: Float[Array, "*n D"], weight: Float[Array, " D"], eps: float) -> Array:
@@ -322,7 +338,7 @@ class Decoder(nnx.Module):
     if not config.tie_embeddings:
       self.head = nnx.Param(tensor("head"))
 
-  def head_weight(self) -> Float[Array, "V D"]:
+  def head_weight(self) -> Float[Array, "V D"] | Int8Weight:
     """The head, which is the embedding when they are tied (one array, read twice)."""
     return self.embed[...] if self.config.tie_embeddings else self.head[...]
 
@@ -350,9 +366,10 @@ class Decoder(nnx.Module):
 
 
 def embed_rows(
-    table: Float[Array, "V D"], tokens: Int[Array, "*n"], scale: float) -> Float[Array, "*n D"]:
+    table: Float[Array, "V D"] | Int8Weight, tokens: Int[Array, "*n"], scale: float,
+) -> Float[Array, "*n D"]:
   """Rows of an embedding times a scale, which is rounded to their dtype as Gemma's is."""
-  rows = table[tokens]
+  rows = table.rows(tokens) if isinstance(table, Int8Weight) else table[tokens]
   return rows if scale == 1.0 else rows * jnp.asarray(scale, rows.dtype)
 
 

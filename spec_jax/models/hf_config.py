@@ -73,6 +73,12 @@ FAMILIES = {
               "use_bidirectional_attention": False}),
 }
 _BY_NAME = {family.name: (stated, family) for stated, family in FAMILIES.items()}
+# architectures[0] of folders that hold a text model beside towers for other inputs -> model_type,
+# architecture of the text model, and what `text_config` has where it is silent.
+_WRAPPED = {
+    "Gemma3ForConditionalGeneration": ("gemma3", "Gemma3ForCausalLM", {
+        "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}),
+}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPE_KEYS = {
     "rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "low_freq_factor",
@@ -85,9 +91,32 @@ def check_model_type(hf: Mapping[str, Any]) -> None:
   by the one or by the other."""
   stated = (hf.get("architectures") or ["(none)"])[0]
   wanted = FAMILIES[stated].model_type if stated in FAMILIES else None
+  if stated in _WRAPPED:
+    wanted = _WRAPPED[stated][0]
   if wanted is not None and hf.get("model_type", wanted) != wanted:
     raise UserError(f"config.json says architectures={stated!r}, whose model_type is {wanted!r}, "
                     f"and model_type={hf['model_type']!r}")
+
+
+def is_wrapped(hf: Mapping[str, Any]) -> bool:
+  """Whether a folder holds its text model beside towers for other inputs, which are not read."""
+  return (hf.get("architectures") or ["(none)"])[0] in _WRAPPED
+
+
+def _text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+  """The config of the text model alone."""
+  if not is_wrapped(hf):
+    return hf
+  _, inner, silent = _WRAPPED[hf["architectures"][0]]
+  text = hf.get("text_config")
+  if not isinstance(text, Mapping):
+    raise UserError(f"config.json field text_config={text!r} must be an object")
+  check_model_type({"architectures": [inner]} | {
+      name: text[name] for name in ("model_type",) if name in text})
+  outer = ("quantization_config", "tie_word_embeddings", "eos_token_id", "bos_token_id",
+           "pad_token_id")
+  return silent | {name: hf[name] for name in outer if name in hf} | text | {
+      "architectures": [inner]}
 
 
 def read(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,10 +125,11 @@ def read(hf: Mapping[str, Any]) -> dict[str, Any]:
   Raises:
     UserError: unknown architecture, an unsupported field value, or a missing field, by name.
   """
+  hf = _text_part(hf)
   stated = (hf.get("architectures") or ["(none)"])[0]
   if stated not in FAMILIES:
-    raise UserError(
-        f"architectures={stated!r} is not supported (known: {', '.join(FAMILIES)})")
+    known = ", ".join([*FAMILIES, *_WRAPPED])
+    raise UserError(f"architectures={stated!r} is not supported (known: {known})")
   family = FAMILIES[stated]
   for field, only in {"quantization_config": None, **family.only}.items():
     # null stands for "nothing special" wherever a switch or a list is expected.

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from spec_jax.models.quant import Int8Weight, parts, scaled
+
 
 def route(
     logits: Float[Array, "M E"], per_token: int, norm_topk: bool,
@@ -27,7 +29,8 @@ def route(
 
 def experts(
     x: Float[Array, "M D"], weights: Float[Array, "M K"], chosen: Int[Array, "M K"],
-    gate: Float[Array, "E F D"], up: Float[Array, "E F D"], down: Float[Array, "E D F"], act,
+    gate: Float[Array, "E F D"] | Int8Weight, up: Float[Array, "E F D"] | Int8Weight,
+    down: Float[Array, "E D F"] | Int8Weight, act,
 ) -> Float[Array, "M D"]:
   """The weighted sum of each token's gated MLPs, float32.
 
@@ -51,15 +54,22 @@ def _wide(dtype):
 def _gathered(x, weights, chosen, gate, up, down, act):
   M, K = chosen.shape
   rows, ids = jnp.repeat(x, K, 0), chosen.reshape(-1)
-  product = lambda a, w: jnp.einsum(
-      "nd,nfd->nf", a.astype(w.dtype), w[ids], preferred_element_type=_wide(w.dtype))
+
+  def product(a, w):
+    w, scale = parts(w[ids])
+    return scaled(jnp.einsum(
+        "nd,nfd->nf", a.astype(w.dtype), w, preferred_element_type=_wide(w.dtype)), scale)
+
   out = product(act(product(rows, gate)) * product(rows, up), down)
   return jnp.sum(out.reshape(M, K, -1) * weights[..., None], 1)
 
 
 def _in_turn(x, weights, chosen, gate, up, down, act):
-  product = lambda a, w: jax.lax.dot_general(
-      a.astype(w.dtype), w, (((1,), (1,)), ((), ())), preferred_element_type=_wide(w.dtype))
+  def product(a, w):
+    w, scale = parts(w)
+    return scaled(jax.lax.dot_general(
+        a.astype(w.dtype), w, (((1,), (1,)), ((), ())), preferred_element_type=_wide(w.dtype)),
+        scale)
 
   @jax.checkpoint  # else the gradient holds the inner states of every expert for every token
   def add(total, expert):
@@ -76,8 +86,14 @@ def _grouped(x, weights, chosen, gate, up, down, act):
   order = jnp.argsort(chosen.reshape(-1))
   sizes = jnp.bincount(chosen.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
   dims = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
-  product = lambda a, w: jax.lax.ragged_dot_general(
-      a.astype(w.dtype), w, sizes, dims, preferred_element_type=_wide(w.dtype))
+  expert = chosen.reshape(-1)[order]
+
+  def product(a, w):
+    w, scale = parts(w)
+    return scaled(jax.lax.ragged_dot_general(
+        a.astype(w.dtype), w, sizes, dims, preferred_element_type=_wide(w.dtype)),
+        None if scale is None else scale[expert])
+
   rows = x[order // K]
   out = product(act(product(rows, gate)) * product(rows, up), down)
   out = out * weights.reshape(-1)[order, None]

@@ -1,5 +1,6 @@
 """Checkpoints in foreign formats, behind one interface. Called by `load_target` and the exports."""
 
+from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -10,6 +11,7 @@ from spec_jax.weights import resolve
 from spec_jax.weights.gguf import GgufCheckpoint
 from spec_jax.weights.resolve import Source
 from spec_jax.weights.safetensors import FolderCheckpoint
+from spec_jax.weights.stream import Block
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
@@ -28,6 +30,12 @@ class Checkpoint(Protocol):
 
   def names(self) -> list[str]:
     """Canonical names of the tensors."""
+
+  def shape(self, name: str) -> tuple[int, ...]:
+    """Of one tensor, matrices as [out, in]."""
+
+  def blocks(self, name: str) -> Iterator[Block]:
+    """One tensor in float32, a few rows at a time (see `stream.py`)."""
 
   def read(self, name: str) -> np.ndarray:
     """One tensor in float32, matrices as [out, in]."""

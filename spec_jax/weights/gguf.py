@@ -1,10 +1,11 @@
-"""Reads a GGUF file: config from its metadata, tensors dequantised one at a time.
+"""Reads a GGUF file: config from its metadata, tensors dequantised a few rows at a time.
 
 The `gguf` package parses and dequantises; this file knows what each architecture leaves unsaid, and
 what it stores differently from the Hugging Face layout. Called by `open_checkpoint`.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import gguf
@@ -15,8 +16,9 @@ from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig, RopeScaling
 from spec_jax.models.decoder import tensor_shapes
 from spec_jax.tokenizer import Tokenizer
-from spec_jax.weights import names
+from spec_jax.weights import names, stream
 from spec_jax.weights.resolve import Source, files_sha256
+from spec_jax.weights.stream import Block
 
 # general.architecture -> DecoderConfig.architecture.
 _FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe",
@@ -85,26 +87,45 @@ class GgufCheckpoint:
     """Canonical names of the tensors, "rope_freqs" among them when the file has it."""
     return list(self._needed)
 
+  def shape(self, name: str) -> tuple[int, ...]:
+    """Shape of a tensor by canonical name."""
+    return self._needed[name]
+
+  def blocks(self, name: str) -> Iterator[Block]:
+    """One tensor in float32 by blocks of rows, which are places in the Hugging Face order.
+
+    Args:
+      name: canonical.
+    """
+    tensor, shape = self._tensors[names.stored_name(self._names, name)], self._needed[name]
+    order = np.arange(shape[0])
+    if self.config.architecture in _PERMUTED and name.endswith((".wq", ".wk")):
+      order = unpermute(
+          order, self.config.num_heads if name.endswith("q") else self.config.num_kv_heads)
+    for rows in stream.spans(shape):
+      # The file's rows are gathered, so that a block is a slice of the tensor.
+      stored = tensor.data[order[rows]]
+      yield rows, np.asarray(gguf.dequantize(stored, tensor.tensor_type), np.float32)
+
   def read(self, name: str) -> np.ndarray:
     """One tensor in float32, rows in the Hugging Face order.
 
     Args:
       name: canonical.
     """
-    tensor = self._tensors[names.stored_name(self._names, name)]
-    value = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
-    if self.config.architecture in _PERMUTED:
-      if name.endswith(".wq"):
-        return unpermute(value, self.config.num_heads)
-      if name.endswith(".wk"):
-        return unpermute(value, self.config.num_kv_heads)
-    return np.array(value)  # a copy: F32 tensors are views of the mapped file
+    return stream.whole(self, name)
 
   def tokenizer(self) -> Tokenizer:
-    """The tokenizer of the file's metadata."""
+    """The tokenizer of the file's metadata.
+
+    A chat template in model.jinja beside model.gguf takes the place of the file's, which base
+    models lack.
+    """
     if self._tokenizer is None:
+      beside = self.source.path.with_suffix(".jinja")
+      template = beside.read_text(encoding="utf-8") if beside.is_file() else ""
       try:
-        self._tokenizer = Tokenizer.from_gguf(self._reader)
+        self._tokenizer = Tokenizer.from_gguf(self._reader, template)
       except UserError as error:
         raise UserError(f"{self.source.path}: {error}") from None
     return self._tokenizer

@@ -4,7 +4,7 @@ Canonical names are those of the decoder; every matrix is [out, in]. Read by bot
 exports, so that a family is described in one place.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from spec_jax.errors import UserError
 
@@ -78,12 +78,34 @@ HF_NAMES = {"llama": _LLAMA_HF, "mistral": _LLAMA_HF, "qwen2": _QWEN2_HF, "qwen3
 GGUF_NAMES = {"llama": _LLAMA_GGUF, "qwen2": _QWEN2_GGUF, "qwen3": _QWEN3_GGUF,
               "qwen3_moe": _QWEN3_MOE_GGUF, "gemma3": _GEMMA3_GGUF}
 
+# Where folders with towers for other inputs keep the text model (what takes the place of "model."
+# in the names above), newest first, and the towers, which are not read.
+HF_TEXT_PREFIXES = ("model.language_model.", "language_model.model.")
+HF_TOWERS = tuple(prefix + tower for prefix in ("model.", "")
+                  for tower in ("vision_tower.", "multi_modal_projector."))
+
 # Families whose Hugging Face folders store norm weights as what is added to one. GGUF files, and
 # everything here, hold the sum.
 HF_NORMS_LESS_ONE = {"gemma3"}
 
 # Buffers that old exports stored and that follow from the config.
 IGNORED_HF_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+def of_text_tower(
+    names: Mapping[str, str], found: Iterable[str]) -> dict[str, str]:
+  """A family's map for a folder that holds the text model beside other towers.
+
+  Args:
+    names: of a folder of the text model alone.
+    found: names of the tensors in the folder.
+  """
+  found = tuple(found)
+  prefix = next((p for p in HF_TEXT_PREFIXES if any(name.startswith(p) for name in found)),
+                HF_TEXT_PREFIXES[0])
+  head = "lm_head.weight" if prefix == HF_TEXT_PREFIXES[0] else "language_model.lm_head.weight"
+  return {name: head if name == "head" else prefix + stored.removeprefix("model.")
+          for name, stored in names.items()}
 
 
 def stored_name(names: Mapping[str, str], canonical: str) -> str:

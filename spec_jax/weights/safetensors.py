@@ -1,12 +1,12 @@
 """Reads and writes model folders in the Hugging Face layout.
 
-Reading maps the files and converts one tensor at a time. Called by `open_checkpoint`; the exports
+Reading maps the files and converts a few rows at a time. Called by `open_checkpoint`; the exports
 call `write_folder`.
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ import safetensors.numpy
 from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig, RopeScaling
 from spec_jax.models.decoder import rope_inverse_frequencies, tensor_shapes
-from spec_jax.models.hf_config import check_model_type
+from spec_jax.models.hf_config import check_model_type, is_wrapped
 from spec_jax.tokenizer import Tokenizer
-from spec_jax.weights import names
+from spec_jax.weights import names, stream
 from spec_jax.weights.resolve import Source, files_sha256
+from spec_jax.weights.stream import Block
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -59,12 +60,16 @@ class FolderCheckpoint:
         vocab_real=self._tokenizer.vocab_size,
     )
     self._names = names.HF_NAMES[config.architecture]
+    if is_wrapped(fields):
+      self._names = names.of_text_tower(self._names, self._file_of)
+      self._file_of = {name: path for name, path in self._file_of.items()
+                       if not name.startswith(names.HF_TOWERS)}
     self._less_one = config.architecture in names.HF_NORMS_LESS_ONE
     needed = tensor_shapes(self.config)
     found = self._shapes()
     head = self._names["head"]
     if config.tie_embeddings and head in found:
-      self._check_tied(head)
+      self._check_tied(head, found)
       del found[head]
     elif head not in found and not config.tie_embeddings:
       raise UserError(f"{folder} has no tensor {head}, and config.json says "
@@ -76,21 +81,34 @@ class FolderCheckpoint:
     """Canonical names of the tensors."""
     return list(self._needed)
 
-  def read(self, name: str) -> np.ndarray:
-    """One tensor in float32.
+  def shape(self, name: str) -> tuple[int, ...]:
+    """Shape of a tensor by canonical name."""
+    return self._needed[name]
+
+  def blocks(self, name: str) -> Iterator[Block]:
+    """One tensor in float32 by blocks of rows; those of experts are one expert each.
 
     Args:
       name: canonical.
     """
     shape = self._needed[name]
     parts = names.stored_parts(self._names, name, shape)
-    if len(parts) == 1:
-      value = self._load(next(iter(parts))).astype(np.float32).reshape(shape)
-    else:  # into place, so that the experts are not held twice
-      value = np.empty(shape, np.float32)
-      for row, stored in zip(value, parts, strict=True):
-        row[...] = self._load(stored)
-    return value + np.float32(1) if self._less_one and name.endswith("norm") else value
+    offset = np.float32(self._less_one and name.endswith("norm"))
+    if next(iter(parts.values())) != shape:
+      for e, stored in enumerate(parts):
+        for rows, value in self._rows(stored):
+          yield (e, rows), value
+      return
+    for rows, value in self._rows(next(iter(parts))):
+      yield rows, value + offset if offset else value
+
+  def read(self, name: str) -> np.ndarray:
+    """One tensor in float32.
+
+    Args:
+      name: canonical.
+    """
+    return stream.whole(self, name)
 
   def tokenizer(self) -> Tokenizer:
     """The tokenizer of the folder."""
@@ -100,9 +118,12 @@ class FolderCheckpoint:
     """SHA-256 over the weight files."""
     return files_sha256(sorted(set(self._file_of.values())))
 
-  def _load(self, stored: str) -> np.ndarray:
+  def _rows(self, stored: str) -> Iterator[tuple[slice, np.ndarray]]:
+    """Rows of one stored tensor as float32, read from the file when they are asked for."""
     with safetensors.safe_open(self._file_of[stored], framework="numpy") as file:
-      return file.get_tensor(stored)
+      view = file.get_slice(stored)
+      for rows in stream.spans(view.get_shape()):
+        yield rows, view[rows].astype(np.float32, copy=False)
 
   def _shapes(self) -> dict[str, tuple[int, ...]]:
     """Stored name -> shape, from the headers alone."""
@@ -120,9 +141,11 @@ class FolderCheckpoint:
           found[name] = tuple(view.get_shape())
     return found
 
-  def _check_tied(self, head: str) -> None:
+  def _check_tied(self, head: str, found: Mapping[str, tuple[int, ...]]) -> None:
     embed = self._names["embed"]
-    if embed in self._file_of and not np.array_equal(self._load(head), self._load(embed)):
+    if embed in found and not (found[embed] == found[head] and all(
+        np.array_equal(ours, theirs) for (_, ours), (_, theirs) in zip(
+            self._rows(head), self._rows(embed), strict=True))):
       raise UserError(f"{self.source.path}: config.json says tie_word_embeddings=true, but "
                       f"{head} differs from {embed}")
 

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -50,6 +51,8 @@ def main(folder: Path) -> None:
     if name in ("one", "all"):
       experts = spec_jax.load_target(str(folder / "experts"), mesh=mesh)
       fact["experts"] = parts(experts.params)
+      int8 = spec_jax.load_target(str(folder / "experts"), "int8w", mesh=mesh)
+      fact["int8w"], arrays[f"int8w/{name}"] = parts(int8.params), logits(int8)
       found |= {"experts": logits(experts), "grouped": grouped(experts)}
       tokens[f"{name} experts"] = answers(experts, None)
       found |= {f"dspark {k}": v for k, v in gradient(target, dspark(target)).items()}
@@ -153,6 +156,11 @@ def step(target, fact):
     old = state
     state, sums = train.train_step(
         setup, state, setup.frozen, target.params, batch_of(cfg, target))
+  if target.mesh is not None:
+    program = train.train_step.lower(
+        setup, state, setup.frozen, target.params, batch_of(cfg, target)).compile().as_text()
+    # A matrix [48, 32] of the MLP; states are never so large.
+    fact["gathers"] = len(re.findall(r"f32\[48,32\].* all-gather(?:-start)?\(", program))
   fact["state"] = parts(state)
   fact["kept"] = before == fact["state"]
   fact["compilations"] = train.train_step._cache_size()

@@ -55,6 +55,18 @@ def test_tokens_are_those_of_one_device(done, layout):
   assert all(d["within_tolerance"] for d in found), found
 
 
+def test_int8_matrices_are_divided_and_their_scales_as_their_rows(done):
+  """The same model; what differs is the order of summation behind bfloat16 products."""
+  one, ours = (done[0][f"int8w/{name}"] for name in ("one", "all"))
+  np.testing.assert_allclose(ours, one, rtol=0, atol=2.0**-6 * np.abs(one).max())
+  found = {path: part for path, part in done[1]["all"]["int8w"].items()
+           if "'wk'" in path or "'experts_down'" in path}
+  assert [part[:2] for path, part in found.items() if path.endswith(".values")] == [
+      [[6, 32, 10], [6, 16, 5]], [[16, 32], [8, 16]]] * 2
+  assert [part[:2] for path, part in found.items() if path.endswith(".scale")] == [
+      [[6, 32], [6, 16]], [[16], [8]]] * 2
+
+
 @pytest.mark.parametrize("layout", MESHES)
 def test_devices_hold_parts_of_every_matrix(done, layout):
   """A part is [whole shape, its shape, how many different ones, devices]."""
@@ -92,6 +104,11 @@ def test_a_step_leaves_the_state_where_it_was(done, layout):
   """Donated buffers are used again, and a second step compiles nothing."""
   facts = done[1][layout]
   assert facts["kept"] and facts["donated"] and facts["compilations"] == 1
+
+
+def test_weights_travel_and_not_activations(done):
+  """What is cut along the hidden size is put together where it is used (the two of SwiGLU)."""
+  assert done[1]["fsdp"]["gathers"] >= 2 and done[1]["data"]["gathers"] == 0
 
 
 def test_checkpoints_move_between_layouts(done):

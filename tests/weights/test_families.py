@@ -149,8 +149,10 @@ def test_the_rope_of_gemma_by_kind_of_layer():
     ("gemma-3-270m", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0"),
     ("gemma-3-270m", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True"),
     ("gemma-3-270m", dict(hidden_activation="gelu"), "hidden_activation='gelu'"),
+    ("gemma-3-270m", dict(architectures=["Gemma3nForConditionalGeneration"]),
+     "architectures='Gemma3nForConditionalGeneration' is not supported.*Gemma3ForCausalLM"),
     ("gemma-3-270m", dict(architectures=["Gemma3ForConditionalGeneration"]),
-     "architectures='Gemma3ForConditionalGeneration' is not supported.*Gemma3ForCausalLM"),
+     "text_config=None must be an object"),
     ("gemma-3-270m", dict(layer_types=["full_attention"] * 5), "num_hidden_layers=18"),
     ("gemma-3-270m", dict(layer_types=["chunked_attention"] * 18), "chunked_attention"),
     ("Qwen3-30B-A3B", dict(decoder_sparse_step=2), "decoder_sparse_step=2"),
@@ -269,3 +271,77 @@ def test_gguf_metadata_that_is_not_supported_is_named(tmp_path, monkeypatch):
   toy.write_gguf(tmp_path / "m.gguf", cfg, families.tensors(cfg))
   with pytest.raises(UserError, match="llama.rope.scaling.yarn_attn_factor=2.0"):
     open_checkpoint(str(tmp_path / "m.gguf"))
+
+
+def test_mistral_files_are_those_of_a_llama(tmp_path):
+  """Converters write one as `llama`: equal without a window, and refused with one, which that
+  architecture has no place for."""
+  cfg = families.config("mistral", vocab_size=len(toy.vocabulary()), bos_id=0, eos_ids=(2,),
+                        pad_id=0, sliding_window=0, local_layers=())
+  values = families.tensors(cfg)
+  write_folder(tmp_path / "m", cfg, values, toy.tokenizer())
+  as_llama = dataclasses.replace(cfg, architecture="llama")
+  toy.write_gguf(tmp_path / "m.gguf", as_llama, values)
+  folder, file = (open_checkpoint(str(tmp_path / name)) for name in ("m", "m.gguf"))
+  assert folder.config == cfg and file.config == as_llama
+  np.testing.assert_allclose(logits(file), logits(folder), atol=1e-4)
+  windowed = families.config("mistral", vocab_size=cfg.vocab_size, architecture="llama")
+  toy.write_gguf(tmp_path / "m.gguf", windowed, values)
+  with pytest.raises(UserError, match=r"llama.attention.sliding_window=5 is not supported"):
+    open_checkpoint(str(tmp_path / "m.gguf"))
+
+
+# The text model of folders that also take images.
+
+
+@pytest.mark.parametrize("prefix, head", [
+    ("model.language_model.", "lm_head.weight"),
+    ("language_model.model.", "language_model.lm_head.weight")])
+def test_the_text_model_beside_a_vision_tower(tmp_path, prefix, head):
+  """Both forms of names; `text_config` says what it must and leaves the rest to the family."""
+  cfg = families.config(
+      "gemma3", vocab_size=len(toy.vocabulary()), bos_id=0, eos_ids=(2,), pad_id=0)
+  values = families.tensors(cfg)
+  path = tmp_path / "m"
+  write_folder(path, cfg, values, toy.tokenizer())
+  stored = safetensors.numpy.load_file(path / "model.safetensors")
+  moved = {prefix + name.removeprefix("model."): value for name, value in stored.items()}
+  moved[head] = moved[prefix + "embed_tokens.weight"]  # as some writers repeat it
+  tower = prefix.startswith("model.") * "model."
+  for name in ("vision_tower.vision_model.post_layernorm.weight",
+               "multi_modal_projector.mm_input_projection_weight"):
+    moved[tower + name] = np.ones((3, 2), np.float32)
+  safetensors.numpy.save_file(moved, path / "model.safetensors")
+  fields = json.loads((path / "config.json").read_text())
+  text = {name: value for name, value in fields.items() if name not in (
+      "architectures", "eos_token_id", "bos_token_id", "pad_token_id")}
+  outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+           "eos_token_id": [2], "vision_config": {"hidden_size": 8}, "text_config": text}
+  (path / "config.json").write_text(json.dumps(outer))
+  found = open_checkpoint(str(path))
+  assert found.config == cfg and sorted(found.names()) == sorted(values)
+  for name, value in values.items():
+    np.testing.assert_array_equal(found.read(name), value, err_msg=name)
+  for changes, match in (
+      (dict(quantization_config={"bits": 4}), "quantization_config"),
+      (dict(text_config=text | {"final_logit_softcapping": 3.0}), "final_logit_softcapping=3.0"),
+      (dict(text_config=text | {"model_type": "qwen3"}), "model_type='qwen3'"),
+      (dict(model_type="gemma3_text"), "model_type is 'gemma3'")):
+    (path / "config.json").write_text(json.dumps(outer | changes))
+    with pytest.raises(UserError, match=match):
+      open_checkpoint(str(path))
+
+
+def test_a_sparse_text_config():
+  """gemma-3-4b-it says six fields; the others are the family's."""
+  text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+          "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+          "sliding_window": 1024}
+  config = DecoderConfig.from_hf({
+      "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+      "eos_token_id": [1, 106], "text_config": text})
+  assert (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim) == (
+      262208, 8, 4, 256)
+  assert config.tie_embeddings and config.eos_ids == (1, 106)
+  assert config.rope_scaling == RopeScaling("linear", 8.0) and config.rope_local_theta == 1e4
+  assert config.sliding_window == 1024 and not config.is_local(5) and config.is_local(4)

@@ -161,3 +161,22 @@ def test_not_a_gguf_file(tmp_path):
   path.write_bytes(path.read_bytes()[:-40_000])  # a download that stopped
   with pytest.raises(UserError, match="m.gguf is not a GGUF file, or one that is cut short"):
     open_checkpoint(str(path))
+
+
+def test_a_template_beside_the_file_and_the_end_of_a_turn(tmp_path):
+  """Base models bring no template, and files often name no end of turn: a template shows it."""
+  cfg, chat = toy.config(eos_ids=(0,)), [{"role": "user", "content": "hello"}]
+  toy.write_gguf(tmp_path / "m.gguf", cfg, toy.tensors(cfg), template="", eos=0)
+  found = open_checkpoint(str(tmp_path / "m.gguf"))
+  assert found.config.eos_ids == (0,)
+  with pytest.raises(UserError, match="no chat template"):
+    found.tokenizer().encode_chat(chat)
+  (tmp_path / "m.jinja").write_text("{{ messages[0]['content'] }}")  # names no control token
+  assert open_checkpoint(str(tmp_path / "m.gguf")).config.eos_ids == (0,)
+  (tmp_path / "m.jinja").write_text(toy.CHATML)
+  found = open_checkpoint(str(tmp_path / "m.gguf"))
+  assert found.config.eos_ids == found.tokenizer().eos_ids == (0, 2)
+  assert found.tokenizer().decode(found.tokenizer().encode_chat(chat)).startswith("user\nhello")
+  # What the file states stays, and a template beside it replaces its own.
+  toy.write_gguf(tmp_path / "m.gguf", cfg, toy.tensors(cfg), template="{{ x }}", eos=0)
+  assert open_checkpoint(str(tmp_path / "m.gguf")).tokenizer().chat_template == toy.CHATML

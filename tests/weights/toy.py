@@ -89,6 +89,8 @@ def write_gguf(
     add_bos: bool = False,
     raw: dict[str, tuple[np.ndarray, GGMLQuantizationType]] | None = None,
     arch: str | None = None,
+    template: str = CHATML,
+    eos: int = 2,
     extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
   """Writes a file as a converter of such weights does: q and k of a Llama interleaved, norms in
@@ -98,6 +100,8 @@ def write_gguf(
     cfg: its architecture is what counts, unless `arch` names another one.
     kinds: tensor type for every matrix, or canonical name -> type (F32 otherwise).
     raw: canonical name -> bytes already quantised, and their type.
+    template: of chats; "" for none.
+    eos: id that ends a text.
     extra: stored name -> further tensors.
   """
   writer = gguf.GGUFWriter(path, arch or ARCHITECTURES[cfg.architecture])
@@ -128,10 +132,11 @@ def write_gguf(
   writer.add_token_types(types if token_types is None else token_types)
   writer.add_token_merges([f"{a} {b}" for a, b in MERGES])
   writer.add_bos_token_id(0)
-  writer.add_eos_token_id(2)
+  writer.add_eos_token_id(eos)
   writer.add_pad_token_id(0)
   writer.add_add_bos_token(add_bos)
-  writer.add_chat_template(CHATML)
+  if template:
+    writer.add_chat_template(template)
   stored = names.GGUF_NAMES[cfg.architecture]
   for name, value in values.items():
     if raw and name in raw:
