@@ -253,7 +253,8 @@ def batch_sums(setup: Setup, params: Any, frozen: Any, target_params: Any, batch
     rest["weight"] = losses.dpace(
         likely.reshape(there.shape), there, rest["block"], rest["depth"], states.blocks,
         module.depths)
-  return losses.chunked_sums(token_sums, hidden, trained, rest, options.chunk)
+  return losses.chunked_sums(
+      token_sums, hidden, trained, rest, options.chunk, lambda rest: jnp.any(rest["weight"] > 0))
 
 
 @functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("state",))
