@@ -135,6 +135,7 @@ class EvaluateConfig:
 
   path: str = ""  # JSONL of other prompts than the prompts stage kept for evaluation
   draft_len: int = 5
+  longest_draft_len: int = 7  # K up to which tau and costs are estimated, draft_len in any case
   more_draft_lens: tuple[int, ...] = ()  # K that also decode and are timed, to check predictions
   temperatures: tuple[float, ...] = (0.0, 1.0)
   rules: tuple[str, ...] = ("ratio",)  # at temperatures above zero; at zero it is greedy
@@ -217,7 +218,8 @@ _AT_LEAST = {  # field -> smallest value allowed
     "train.lr": 0, "train.clip": 0, "train.max_bad_steps": 1, "train.chunk": 1,
     "train.validation": 1, "train.sampled_vocab": 0, "train.eval_every": 0, "train.keep": 1,
     "train.weight_decay": 0,
-    "evaluate.draft_len": 1, "evaluate.max_new_tokens": 1, "evaluate.batch_size": 1,
+    "evaluate.draft_len": 1, "evaluate.longest_draft_len": 1,
+    "evaluate.max_new_tokens": 1, "evaluate.batch_size": 1,
     "evaluate.speed_prompts": 0, "evaluate.identity_per_category": 0,
     "evaluate.untrained_per_category": 0, "evaluate.self_prompts": 0, "export.prompts": 1,
     "mesh.data": -1, "mesh.fsdp": 1, "mesh.tensor": 1}

@@ -63,7 +63,8 @@ def replayed(
   def measure(heat, rule, draft_len):
     main = draft_len == options.draft_len
     rows = acceptance(bench, name, heat, rule, 0 if main else draft_len)
-    lengths = replay.draft_lens(drafter, draft_len) if main else (draft_len,)
+    lengths = replay.draft_lens(
+        drafter, draft_len, options.longest_draft_len) if main else (draft_len,)
     with Bar(f"replay T={heat:g} K={draft_len}", total=len(rows)) as bar:
       return replay_part(
           bench.target, drafter, ids, rows, temperature=heat, rule=rule, draft_len=draft_len,
@@ -86,7 +87,8 @@ def costs(bench: Any, kept: Callable[[Path, Callable], Any]) -> dict[str, Any]:
 
   def measure():
     drafter, more = bench.drafter(bench.cfg.drafter.kind), _more(bench.cfg)
-    lens = sorted({*replay.draft_lens(drafter, options.draft_len), *more})
+    lens = sorted({
+        *replay.draft_lens(drafter, options.draft_len, options.longest_draft_len), *more})
     decodes = len(members) * (len(more) + 1) if more else 0
     with Bar(f"costs {dtype}", total=decodes) as bar:
       part = cost_part(

@@ -243,6 +243,7 @@ def chunked_sums(
     rest: Any,
     chunk: int,
     mesh: Mesh | None = None,
+    used: Callable[[Any], Bool[Array, ""]] | None = None,
 ) -> dict[str, Array]:
   """Sums over tokens of a loss and its metrics, differentiable with respect to `hidden` and
   `trained`.
@@ -256,6 +257,8 @@ def chunked_sums(
     rest: pytree of arrays whose first axis is M.
     chunk: tokens scored at once.
     mesh: devices that the tokens of a chunk are divided over.
+    used: of a chunk of `rest`, whether it adds anything; one that does not is not computed. All are
+      by default.
   """
   if hidden.shape[0] % chunk:
     raise ValueError(f"{hidden.shape[0]} tokens are not a multiple of chunk={chunk}")
@@ -267,10 +270,18 @@ def chunked_sums(
       out = token_sums(part, trained, rest)
       return out["loss"], out
 
+    def scored(part, rest):
+      (_, out), grads = jax.value_and_grad(score, (0, 1), has_aux=True)(part, trained, rest)
+      return out, grads
+
+    def nothing(part, rest):
+      return jax.tree.map(
+          lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(scored, part, rest))
+
     def step(carry, inputs):
       sums, total = carry
-      part, rest = inputs
-      (_, out), (grad, more) = jax.value_and_grad(score, (0, 1), has_aux=True)(part, trained, rest)
+      out, (grad, more) = (scored(*inputs) if used is None else
+                           jax.lax.cond(used(inputs[1]), scored, nothing, *inputs))
       return (jax.tree.map(jnp.add, sums, out), jax.tree.map(jnp.add, total, more)), grad
 
     shapes = jax.eval_shape(lambda: token_sums(

@@ -32,14 +32,16 @@ _BLOCKS = ("dflash", "dspark")
 PACKED = ("small_lm", "eagle3")  # whose training batches give the estimate of every answer
 
 
-def draft_lens(drafter: Drafter, draft_len: int) -> tuple[int, ...]:
-  """The K that are estimated: every one up to the longest where one pass serves all of them, a few
-  for block drafters, and `draft_len` in any case; () for a drafter without `train_states`."""
+def draft_lens(
+    drafter: Drafter, draft_len: int, longest: int = LENGTHS[-1]) -> tuple[int, ...]:
+  """The K that are estimated: every one up to `longest` where one pass serves all of them, a few of
+  these for block drafters, and `draft_len` in any case; () for a drafter without `train_states`."""
   if drafter.kind not in LEARNED:
     return ()
   if drafter.kind not in _BLOCKS:
-    return tuple(range(1, max(*LENGTHS, draft_len) + 1))
-  return tuple(sorted({K for K in (*LENGTHS, draft_len) if K <= drafter.module.depths}))
+    return tuple(range(1, max(longest, draft_len) + 1))
+  few = {K for K in LENGTHS if K <= longest} | {draft_len}
+  return tuple(sorted(K for K in few if K <= drafter.module.depths))
 
 
 def estimate(

@@ -252,7 +252,9 @@ def batch_sums(
     rest["weight"] = losses.dpace(
         likely.reshape(there.shape), there, rest["block"], rest["depth"], states.blocks,
         module.depths)
-  return losses.chunked_sums(token_sums, hidden, trained, rest, options.chunk, setup.mesh)
+  return losses.chunked_sums(
+      token_sums, hidden, trained, rest, options.chunk, setup.mesh,
+      used=lambda rest: jnp.any(rest["weight"] > 0))
 
 
 @functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("state",))

@@ -20,7 +20,7 @@ from spec_jax import sampling as sampling_lib
 from spec_jax import sharding
 from spec_jax.drafters.head import LearnedDrafter
 from spec_jax.errors import UserError
-from spec_jax.models.attention import attend, attend_own
+from spec_jax.models.attention import attend, attend_own, causal_blocks
 from spec_jax.models.cache import write_rows
 from spec_jax.models.config import DecoderConfig
 from spec_jax.models.decoder import (
@@ -279,12 +279,12 @@ class Eagle3(LearnedDrafter):
       q, k, v = self._project(embedded, hidden, positions + j)
       if j == 0:
         shared = tuple(x.transpose(0, 2, 1, 3) for x in (k, v))
-        attended = attend(q, *shared, mask)
+        attended = causal_blocks(attend, q, *shared, mask)
       else:
         own.append((k, v))
         keys, values = (jnp.stack(x, 3) for x in zip(*own, strict=True))
         seen = jnp.ones((*tokens.shape, j), bool)
-        attended = attend_own(q, *shared, mask, keys, values, seen)
+        attended = causal_blocks(attend_own, q, *shared, mask, keys, values, seen)
       hidden = self._finish(hidden, attended)
       out.append(self._normed(hidden))
     return out

@@ -77,8 +77,25 @@ def _linear_bwd(saved, g):
   wide = jnp.promote_types(w.dtype, jnp.float32)
   dot = functools.partial(jax.lax.dot_general, preferred_element_type=wide)
   dx = dot(g2, w, (((1,), (0,)), ((), ())))
-  dw = dot(g2, x2, (((0,), (0,)), ((), ())))
+  if g2.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+    dw = dot(_transposed(g2), x2, (((1,), (0,)), ((), ())))
+  else:
+    dw = dot(g2, x2, (((0,), (0,)), ((), ())))
   return dx.reshape(x.shape).astype(x.dtype), dw.astype(w.dtype)
+
+
+_TILE = 32  # places of a side that are transposed together
+
+
+def _transposed(x: Float[Array, "N O"]) -> Float[Array, "O N"]:
+  """x.T, tile by tile: XLA:CPU contracts the first axes of two bfloat16 matrices at less than half
+  the rate of any other form, and folds a plain transposition into just that."""
+  n, o = (-(-size // _TILE) * _TILE for size in x.shape)
+  tiles = jnp.pad(x, ((0, n - x.shape[0]), (0, o - x.shape[1])))
+  tiles = jax.lax.optimization_barrier(tiles).reshape(n // _TILE, _TILE, o // _TILE, _TILE)
+  tiles = jax.lax.optimization_barrier(tiles.transpose(2, 0, 1, 3))
+  turned = jax.lax.optimization_barrier(tiles.transpose(0, 3, 1, 2).reshape(o, n))
+  return turned[:x.shape[1], :x.shape[0]]
 
 
 _product.defvjp(_linear_fwd, _linear_bwd)

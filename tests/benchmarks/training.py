@@ -6,9 +6,14 @@
 One step of each drafter at its config's sizes, on random documents: seconds (median of steps that
 take turns with the other kinds), supervised tokens per second, the bytes XLA asks for, and the time
 the step's arithmetic would take at the rate of one large matrix product measured in the same run.
+Below them the peak that the process (the device, off CPU) really reached, with everything in it: of
+one kind alone with --kinds.
 """
 
 import dataclasses
+import importlib
+import resource
+import sys
 import time
 from typing import Any
 
@@ -20,6 +25,7 @@ from absl import flags
 
 import spec_jax
 from spec_jax import command, platform
+from spec_jax.errors import UserError
 from spec_jax.target import Target
 from train_drafter import config as config_lib
 from train_drafter import train
@@ -70,7 +76,9 @@ class Training:
     memory = self.compiled.memory_analysis()
     if memory is None:
       return None
-    return (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e9
+    # The outputs lie where the donated arguments were.
+    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return (memory.argument_size_in_bytes + memory.temp_size_in_bytes + new) / 1e9
 
   def flops(self) -> float | None:
     """Floating-point operations of the step as XLA counts them, with the loss in one chunk: of a
@@ -104,19 +112,31 @@ def peak(repeats: int = 5) -> float:
 
 
 def settings(kind: str) -> Config:
-  """A config of this kind for the target's size."""
-  cfg = Config()
-  cfg.drafter.kind = kind
-  if kind == "dspark":
-    cfg.train.loss = "ce_tv"
-  return cfg
+  """The config of the longer runs of this kind.
+
+  Raises:
+    UserError: there is no such kind.
+  """
+  if kind not in config_lib.KINDS:
+    raise UserError(f"--kinds: {kind!r} is not among {', '.join(config_lib.KINDS)}")
+  return importlib.import_module(f"configs.{kind}").get_config()
+
+
+def peak_gigabytes() -> tuple[str, float]:
+  """The most memory in use so far, and of what: the device, or the process where that is the CPU
+  (whose buffers are its own)."""
+  stats = jax.local_devices()[0].memory_stats() or {}
+  if "peak_bytes_in_use" in stats:
+    return "device", stats["peak_bytes_in_use"] / 1e9
+  unit = 1 if sys.platform == "darwin" else 1024
+  return "process", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def execute(values: flags.FlagValues) -> None:
   """Compiles, times in turn and prints one line for each kind.
 
   Raises:
-    UserError: the target cannot be loaded or is too shallow.
+    UserError: the target cannot be loaded or is too shallow, or a kind is unknown.
   """
   target = spec_jax.load_target(values.target, "bfloat16")
   made = {kind: Training(settings(kind), target) for kind in values.kinds}
@@ -137,6 +157,7 @@ def execute(values: flags.FlagValues) -> None:
           f"{'-' if memory is None else f'{memory:.2f}'}  "
           f"{'-' if flops is None else f'{flops / 1e9:13,.0f}'}  "
           f"{'-' if flops is None else f'{flops / rate:20.3f}'}")
+  print("peak of the {}: {:.2f} GB".format(*peak_gigabytes()))
 
 
 def main() -> None:

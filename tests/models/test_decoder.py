@@ -190,6 +190,63 @@ def test_linear_gradients_match_a_plain_product():
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows,wide", [((64,), 32), ((5, 9), 70)])
+def test_gradients_of_a_bfloat16_product(rows, wide):
+  """Those of the float32 product of the same numbers, rounded once; of whole tiles and of parts."""
+  rng = np.random.default_rng(0)
+  x, w, g = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16).astype(jnp.float32)
+             for shape in ((*rows, 24), (wide, 24), (*rows, wide)))
+  grads = lambda x, w, product: jax.vjp(product, x, w)[1](g)
+  narrow = jax.jit(lambda x, w: grads(x, w, linear))(x, w.astype(jnp.bfloat16))
+  for ours, theirs in zip(narrow, grads(x, w, lambda x, w: x @ w.T), strict=True):
+    np.testing.assert_allclose(ours.astype(jnp.float32), theirs, rtol=2**-7, atol=1e-5)
+
+
+def test_keys_of_its_own_are_keys_like_the_others():
+  """Shared and own keys one behind the other in plain attention, query by query; and gradients."""
+  rng = np.random.default_rng(0)
+  B, T, N, G, S, J, H = 2, 3, 4, 2, 5, 2, 8
+  make = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  arrays = (make(B, T, N, H), make(B, G, S, H), make(B, G, S, H), make(B, T, G, J, H),
+            make(B, T, G, J, H))
+  mask = jnp.asarray(rng.random((B, T, S)) < 0.6).at[0, 0].set(False)  # one sees its own alone
+  own_mask = jnp.asarray(rng.random((B, T, J)) < 0.7).at[0, 0, 0].set(True)
+
+  def ours(q, k, v, own_k, own_v):
+    return attention.attend_own(q, k, v, mask, own_k, own_v, own_mask)
+
+  def plain(q, k, v, own_k, own_v):
+    each = []
+    for t in range(T):
+      joined = [jnp.concatenate([a, b[:, t]], 2) for a, b in ((k, own_k), (v, own_v))]
+      seen = jnp.concatenate([mask[:, t:t + 1], own_mask[:, t:t + 1]], -1)
+      each.append(attention.attend(q[:, t:t + 1], *joined, seen))
+    return jnp.concatenate(each, 1)
+
+  outs, grads = zip(*(jax.jit(lambda *a, f=f: (f(*a), jax.grad(
+      lambda *a: jnp.sum(jnp.sin(f(*a))), range(5))(*a)))(*arrays) for f in (ours, plain)),
+      strict=True)
+  np.testing.assert_allclose(*outs, atol=1e-6)
+  for a, b in zip(*grads, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+    assert np.abs(a).max() > 0.01
+
+
+def test_blocks_of_queries_see_what_all_together_see(monkeypatch):
+  """Five queries in blocks of two, the last one alone; documents apart; with keys of their own."""
+  rng = np.random.default_rng(1)
+  B, T, N, G, J, H = 2, 5, 4, 2, 3, 8
+  make = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  segments = jnp.asarray([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1]])
+  mask = jnp.tril(jnp.ones((T, T), bool)) & (segments[:, :, None] == segments[:, None])
+  args = make(B, T, N, H), make(B, G, T, H), make(B, G, T, H), mask
+  own = make(B, T, G, J, H), make(B, T, G, J, H), jnp.ones((B, T, J), bool)
+  monkeypatch.setattr(attention, "_BLOCK", 2)
+  for function, more in ((attention.attend, ()), (attention.attend_own, own)):
+    np.testing.assert_allclose(
+        attention.causal_blocks(function, *args, *more), function(*args, *more), atol=1e-6)
+
+
 def test_a_single_bfloat16_row_equals_itself_in_a_batch():
   rng = np.random.default_rng(0)
   x = jnp.asarray(rng.normal(size=(4, 32)), jnp.bfloat16)

@@ -34,7 +34,8 @@ BAD = [
     ("train.optimizer", "sgd"), ("train.loss", "mse"), ("train.steps", -1), ("train.steps", 2.5),
     ("train.budget_s", -1.0),
     ("train.batch_rows", 0), ("train.seq_len", 7), ("train.lr", -1e-3), ("train.lr", NAN),
-    ("train.on_policy_fraction", 1.5),
+    ("train.on_policy_fraction", 1.5), ("train.ce_share", 1.5), ("train.first_step_share", -0.1),
+    ("evaluate.longest_draft_len", 0),
     ("train.lr", INF), ("train.lr", "1e-3"), ("train.warmup", 1.5), ("train.final_lr", -0.1),
     ("train.weight_decay", -0.1), ("train.beta2", 0.0), ("train.beta2", 1.1),
     ("train.beta2", 1.0), ("train.clip", -1.0),
@@ -139,6 +140,13 @@ def test_the_shipped_configs_are_valid(path):
   cfg = module.get_config()
   config_lib.finalize(cfg)
   config_lib.validate(cfg)
+
+
+@pytest.mark.parametrize("kind", config_lib.KINDS)
+def test_every_drafter_has_a_smoke(kind):
+  cfg = importlib.import_module(f"configs.{kind}").get_config("smoke")
+  config_lib.validate(cfg)
+  assert cfg.drafter.kind == kind and cfg.generate.budget_s + cfg.train.budget_s <= 120
 
 
 def test_template_arguments_are_typed():

@@ -251,6 +251,22 @@ def test_chunks_equal_the_whole(chunk):
     np.testing.assert_allclose(sums[name], value, rtol=1e-5)
 
 
+def test_a_chunk_without_weight_is_not_computed():
+  """Nothing of it is read, which NaN would show; the others give what they gave."""
+  hidden, head, rest = chunk_problem()
+  rest["weight"] = rest["weight"].at[4:12].set(0.0)
+  used = lambda rest: jnp.any(rest["weight"] > 0)
+  trained = {"extra": jnp.ones((20, 3))}
+  f = lambda h, used: losses.chunked_sums(scorer(head), h, trained, rest, 4, used)
+  value = jax.jit(
+      jax.value_and_grad(lambda h, used: f(h, used)["loss"]), static_argnums=1)
+  whole, grad = value(hidden, None)
+  loss, skipped = value(hidden.at[4:12].set(jnp.nan), used)
+  np.testing.assert_allclose(loss, whole, rtol=1e-6)
+  np.testing.assert_allclose(skipped, grad, rtol=1e-6)
+  assert np.isnan(value(hidden.at[4:12].set(jnp.nan), None)[0])
+
+
 def test_gradients_of_a_narrow_head_add_up_in_float32():
   """A thousand chunks that each add less than bfloat16 can resolve beside the sum."""
   hidden = jnp.ones((1024, 3), jnp.float32)

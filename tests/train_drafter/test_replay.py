@@ -115,6 +115,8 @@ def test_which_lengths():
   assert replay.draft_lens(pair("eagle3")[1], 5) == tuple(range(1, 8))
   assert replay.draft_lens(pair("dflash")[1], 4) == (1, 3, 4)
   assert replay.draft_lens(pair("dspark")[1], 2) == (1, 2, 3, 5)
+  assert replay.draft_lens(pair("eagle3")[1], 4, longest=2) == (1, 2, 3, 4)
+  assert replay.draft_lens(pair("dspark")[1], 2, longest=3) == (1, 2, 3)
   ngram = drafters.wrap("ngram", "n", drafters.parse_ngram("ngram"))
   assert replay.draft_lens(ngram, 5) == ()
 
