@@ -190,9 +190,10 @@ def test_sigterm_ends_a_stage_that_has_nothing_to_save():
 
 
 def make_config(root):
-  """eagle3 on a stored tiny target; rows that four processes can share."""
+  """dflash on a stored tiny target; rows that four processes can share."""
   cfg = tiny_run.make_config(root)
-  cfg.drafter.kind, cfg.drafter.steps, cfg.drafter.init_layers = "eagle3", 2, (2,)
+  cfg.drafter.kind, cfg.drafter.num_taps, cfg.drafter.init_layers = "dflash", 1, (1,)
+  cfg.drafter.block_size, cfg.drafter.anchors, cfg.drafter.mask_id = 4, 8, 1
   cfg.train.batch_rows, cfg.train.steps, cfg.train.eval_every = 4, 12, 6
   cfg.features.shard_tokens = 1024
   return cfg
