@@ -7,6 +7,7 @@ import contextlib
 import functools
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -153,6 +154,11 @@ def step(target, fact):
     old = state
     state, sums = train.train_step(
         setup, state, setup.frozen, target.params, batch_of(cfg, target))
+  if target.mesh is not None:
+    program = train.train_step.lower(
+        setup, state, setup.frozen, target.params, batch_of(cfg, target)).compile().as_text()
+    # A matrix [48, 32] of the MLP; states are never so large.
+    fact["gathers"] = len(re.findall(r"f32\[48,32\].* all-gather(?:-start)?\(", program))
   fact["state"] = parts(state)
   fact["kept"] = before == fact["state"]
   fact["compilations"] = train.train_step._cache_size()

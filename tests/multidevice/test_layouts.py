@@ -94,6 +94,11 @@ def test_a_step_leaves_the_state_where_it_was(done, layout):
   assert facts["kept"] and facts["donated"] and facts["compilations"] == 1
 
 
+def test_weights_travel_and_not_activations(done):
+  """What is cut along the hidden size is put together where it is used (the two of SwiGLU)."""
+  assert done[1]["fsdp"]["gathers"] >= 2 and done[1]["data"]["gathers"] == 0
+
+
 def test_checkpoints_move_between_layouts(done):
   for name, found in done[1]["checkpoints"].items():
     assert found["same"] and found["placed"], name
