@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import time
 import zipfile
 import zlib
@@ -171,6 +172,7 @@ def _answer_all(cfg: Config, target: Target, prompts: Sequence[dict], folder: Pa
       temperature=[heat(k) for k in fits], top_p=options.top_p, top_k=options.top_k,
       max_new_tokens=options.max_new_tokens, seed=options.seed, batch_size=options.batch_size,
       sequence_ids=fits, keep_hidden=True, only=todo)
+  _warn_of_space(folder, sum(work.budgets[i] for i in todo) * distributed.count(), target)
   waiting: list[Answer] = []
   with GracefulExit() as stop:
     try:
@@ -201,6 +203,16 @@ def _answer_all(cfg: Config, target: Target, prompts: Sequence[dict], folder: Pa
       "prompt_tokens": int(sum(a.prompt_len for a in answers)),
       "prompt_too_long": len(jobs) - len(fits),
       "unanswered": len(fits) - len(answers)}
+
+
+def _warn_of_space(folder: Path, tokens: int, target: Target) -> None:
+  """Says so when `tokens` answered tokens, the most there can be, may fill the disk. No refusal:
+  how long answers are is not known before."""
+  need = tokens * (2 * target.config.hidden_size + 4)
+  free = shutil.disk_usage(folder).free
+  if need > free and distributed.is_primary():
+    print(f"{STAGE}: answers of full length would need {need / 1e9:,.1f} GB and {free / 1e9:,.1f} "
+          "GB are free; finished parts stay when the disk is full", flush=True)
 
 
 def _own_parts(folder: Path) -> Iterator[Path]:

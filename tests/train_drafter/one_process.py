@@ -11,6 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
+from absl import flags
+
 from spec_jax import command
 from train_drafter import __main__ as program
 from train_drafter import distributed
@@ -51,7 +53,7 @@ def main() -> None:
     stages=tuple(known.stages.split(",")), overwrite=False, profile=False, command="test",
     joined=distributed.Options(known.address, known.count, known.index, known.timeout))
   sys.argv = sys.argv[:1]
-  command.run(program.execute, lambda argv: options)
+  command.run(program.execute, lambda argv: flags.FLAGS(argv) and options)
 
 
 if __name__ == "__main__":

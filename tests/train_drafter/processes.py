@@ -26,7 +26,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(
-    words: Sequence[Sequence[str]], timeout: float = 200.0, **more: str
+    words: Sequence[Sequence[str]], timeout: float = 280.0, **more: str
 ) -> list[tuple[int, str, str]]:
   """(exit status, stdout, stderr) of one Python process for each list of words."""
   started = [
