@@ -71,8 +71,9 @@ def test_the_first_step_is_that_of_all_of_them(target):
   setup, state, found = programs_of(target, first_step_share=0.5)
   batch = train.with_features(pack(documents(target=target), config_of()).batch(0),
                               eagle3_of(target).taps, target)
-  one, whole = (train.validation_sums(part, state.params, setup.frozen, target.params, batch)
-                for part in found.setups)
+  one, whole = (
+      train.validation_sums(part, state.params, setup.frozen, target.params, batch, False)[0]
+      for part in found.setups)
   for name in ("alpha", "greedy_match", "count"):
     assert one[name].shape == (1,) and whole[name].shape == (DRAFT_STEPS,)
     np.testing.assert_allclose(one[name][0], whole[name][0], rtol=1e-5)

@@ -257,7 +257,8 @@ def test_a_chunk_without_weight_is_not_computed():
   rest["weight"] = rest["weight"].at[4:12].set(0.0)
   used = lambda rest: jnp.any(rest["weight"] > 0)
   trained = {"extra": jnp.ones((20, 3))}
-  f = lambda h, used: losses.chunked_sums(scorer(head), h, trained, rest, 4, used)
+  f = lambda h, used: losses.chunked_sums(
+      scorer(head), h, trained, rest, 4, used=used)
   value = jax.jit(
       jax.value_and_grad(lambda h, used: f(h, used)["loss"]), static_argnums=1)
   whole, grad = value(hidden, None)
