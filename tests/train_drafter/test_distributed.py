@@ -75,6 +75,33 @@ def test_a_timeout_names_who_is_missing(met):
   assert first[6] < second[5]  # the first process wrote before the other looked
 
 
+FAILING = """
+import sys
+from absl import flags
+from spec_jax import command
+from spec_jax.errors import UserError
+from train_drafter import distributed
+own, address = int(sys.argv[1]), sys.argv[2]
+
+def execute(_):
+  with distributed.running(distributed.Options(address, 2, own, 60.0)):
+    if own == 1:
+      raise UserError("the disk is full")
+    distributed.barrier("all parts", float("inf"))
+
+command.run(execute, lambda argv: flags.FLAGS(argv[:1]) and 1)
+"""
+
+
+def test_a_process_that_fails_tells_the_others_why():
+  place = processes.address()
+  found = processes.run([["-c", FAILING, str(i), place] for i in range(2)])
+  assert [code for code, _, _ in found] == [2, 2]
+  assert found[1][2].endswith("error: the disk is full\n")
+  assert found[0][2].endswith(
+    f"error: all parts: process 1 ({socket.gethostname()}) failed: the disk is full\n")
+
+
 def meeting(*processes_of, timeout=1.0, place=None):
   """What the first meeting says to threads that stand for (number, of how many); "" if all came."""
   place = place or processes.address()
