@@ -75,6 +75,33 @@ def test_a_timeout_names_who_is_missing(met):
   assert first[6] < second[5]  # the first process wrote before the other looked
 
 
+FAILING = """
+import sys
+from absl import flags
+from spec_jax import command
+from spec_jax.errors import UserError
+from train_drafter import distributed
+own, address = int(sys.argv[1]), sys.argv[2]
+
+def execute(_):
+  with distributed.running(distributed.Options(address, 2, own, 60.0)):
+    if own == 1:
+      raise UserError("the disk is full")
+    distributed.barrier("all parts", float("inf"))
+
+command.run(execute, lambda argv: flags.FLAGS(argv[:1]) and 1)
+"""
+
+
+def test_a_process_that_fails_tells_the_others_why():
+  place = processes.address()
+  found = processes.run([["-c", FAILING, str(i), place] for i in range(2)])
+  assert [code for code, _, _ in found] == [2, 2]
+  assert found[1][2].endswith("error: the disk is full\n")
+  assert found[0][2].endswith(
+    f"error: all parts: process 1 ({socket.gethostname()}) failed: the disk is full\n")
+
+
 def meeting(*processes_of, timeout=1.0, place=None):
   """What the first meeting says to threads that stand for (number, of how many); "" if all came."""
   place = place or processes.address()
@@ -264,6 +291,6 @@ def test_a_signal_to_one_stops_all_and_four_go_on_to_the_same_drafter(alone, sto
   assert [code for code, _, _ in four] == [0] * 4, four
   assert "goes on from step" in four[0][1] and "reused" in four[3][1]
   assert_same_drafter(one, workdir)
-  steps = [json.loads(line)["step"] for line in open(workdir / "train" / "metrics.jsonl")
-           if '"train"' in line]
+  log = (workdir / "train" / "metrics.jsonl").read_text().splitlines()
+  steps = [row["step"] for row in map(json.loads, log) if row["split"] == "train"]
   assert steps == list(range(1, 13))
