@@ -69,8 +69,8 @@ def refuse(module: nnx.Module, target: Target, form: str) -> None:
   scale = target.config.embed_scale if module.embed_scale is None else module.embed_scale
   if scale != 1 and form != "hf":
     raise no(f"input_embedding_scale={scale:g}", "hf has one; servers take the raw embedding")
-  if module.own_head and not hasattr(module, "draft_ids") and form in ("hf", "sglang"):
-    raise no("a head of the drafter's own", "vllm has one")
+  if module.own_head and form not in _REDUCED_BLOCKS:
+    raise no("a head of the drafter's own", "vllm and speculators have one")
 
 
 def fields(

@@ -163,4 +163,10 @@ def test_a_trained_head_of_a_block_drafter_is_its_own(tmp_path):
     safetensors.numpy.save_file(values, tmp_path / "model.safetensors")
     module = spec_jax.load_drafter(str(tmp_path), target()).module
     assert module.own_head == own
+    if own:  # and stays with it
+      with pytest.raises(UserError, match="form .hf. of dspark has no place for a head of"):
+        published.write_published(tmp_path / "again", module, target())
+      published.write_published(tmp_path / "again", module, target(), form=Form("vllm"))
+      again = spec_jax.load_drafter(str(tmp_path / "again"), target()).module
+      np.testing.assert_array_equal(again.head[...], module.head[...])
     np.testing.assert_allclose(module.head_weight(target().module), values["lm_head.weight"])
