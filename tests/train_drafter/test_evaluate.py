@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -126,7 +127,8 @@ def test_divergence_says_where_and_by_how_much(bench):
 
 def test_single_decodes_without_a_new_compilation(bench):
   single = speed.Single(bench.target, bench.drafter("ngram"), 3, bench.width(range(4)), 16)
-  single(bench.ids[0], budget=2)
+  spent = single.warm_up(bench.ids[0])
+  assert set(spent) == {"s", "saved_s"} and min(spent.values()) >= 0
   before = spec_jax.decode.chunk._cache_size()
   for ids in bench.ids[1:4]:
     row, seconds = single(ids)
@@ -140,6 +142,21 @@ def test_interleaved_takes_turns():
   times = speed.interleaved(pieces, 3)
   assert calls == ["a", "b"] * 4  # the first turn is the warm-up
   assert {name: len(t) for name, t in times.items()} == {"a": 3, "b": 3}
+
+
+def test_sizes_are_measured_until_memory_or_patience_ends():
+  def measure(size, most=99, error="RESOURCE_EXHAUSTED: out of memory"):
+    if size > most:
+      raise jax.errors.JaxRuntimeError(error)
+    return [{"size": size}], size / 10
+
+  sizes = lambda *args, **options: [row["size"] for row in speed._while_it_fits(
+      (8, 1, 4, 16), lambda size: measure(size, **options), *args)]
+  assert sizes(9.0) == [1, 4, 8, 16]
+  assert sizes(0.5) == [1, 4, 8]  # the pass over 8 took too long for another
+  assert sizes(9.0, most=4) == [1, 4]
+  with pytest.raises(jax.errors.JaxRuntimeError, match="broken"):
+    sizes(9.0, most=4, error="broken")
 
 
 def test_answers_too_short_to_time_leave_the_rest_of_the_report(bench, monkeypatch, capsys):
