@@ -73,6 +73,9 @@ def test_dflash_through_all_stages_in_int8(tmp_path, family, capsys):
   whole, *_ = made["identity"]
   assert whole["dtype"] == "int8w" and whole["identical_same_shape"] == 1.0
   assert made["settings"][0]["all"]["rounds"] > 0
+  certificate = json.loads((workdir / "evaluate" / "certificate.json").read_text())
+  assert certificate["dtype"] == "int8w" and "int8" in certificate["drafter_dtypes"]
+  assert certificate["verdict"] == "bitwise"
   memory = json.loads((workdir / "evaluate" / "parts" / "memory.json").read_text())
   assert memory["target"]["dtype"] == "int8w"
   assert memory["target"]["parameter_bytes"] < 1.5 * memory["target"]["parameters"]
