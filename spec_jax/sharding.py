@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -98,8 +99,27 @@ def make_mesh(
   if data * rest < len(devices) and len({d.process_index for d in devices}) > 1:
     raise UserError(f"{text} takes {data * rest} of {len(devices)} devices: with several processes "
                     "all take part; mesh.data=-1 takes what is left")
-  return jax.make_mesh(
-      (data, fsdp, tensor), AXES, (AxisType.Auto,) * 3, devices=devices[:data * rest])
+  grid = _grid((data, fsdp, tensor), devices[:data * rest], text)
+  return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _grid(sizes: Sequence[int], devices: Sequence[Any], text: str) -> np.ndarray:
+  """The devices as an array of these sizes. Slices of TPUs (and hosts of GPUs without a common fast
+  network, which JAX calls slices too) divide data as far as it goes, then fsdp, and never tensor.
+  """
+  slices = len({getattr(d, "slice_index", 0) for d in devices})
+  outer, left = [], slices
+  for size in sizes[:-1]:
+    outer.append(math.gcd(size, left))
+    left //= outer[-1]
+  if left > 1:
+    raise UserError(f"{text}: data * fsdp must be a multiple of the {slices} slices of the devices "
+                    "(tensor stays inside a slice)")
+  inner = [size // count for size, count in zip(sizes, (*outer, 1), strict=True)]
+  if slices == 1:
+    return mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=True)
+  return mesh_utils.create_hybrid_device_mesh(
+      inner, (*outer, 1), devices, allow_split_physical_axes=True)
 
 
 def parse_mesh(text: str) -> Mesh | None:

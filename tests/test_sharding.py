@@ -99,6 +99,26 @@ def test_the_mesh_of_a_flag():
       sharding.parse_mesh(text)
 
 
+def test_tensor_stays_inside_a_slice():
+  class Chip:
+    platform = device_kind = "cpu"
+
+    def __init__(self, i, per_slice):
+      self.id, self.process_index, self.slice_index = i, i // 4, i // per_slice
+
+  chips = [Chip(i, 4) for i in range(16)]
+  for sizes, slices in (((4, 2, 2), 4), ((2, 4, 2), 4), ((1, 4, 4), 4), ((2, 2, 4), 4)):
+    grid = sharding._grid(sizes, chips, "mesh")
+    assert grid.shape == sizes and len({d.id for d in grid.flat}) == 16
+    inside = [{d.slice_index for d in row} for row in grid.reshape(-1, sizes[2])]
+    assert all(len(found) == 1 for found in inside)
+    assert len({d.slice_index for d in grid[:, 0, 0]}) == min(sizes[0], slices)
+  with pytest.raises(UserError, match="multiple of the 4 slices"):
+    sharding._grid((2, 1, 8), chips, "mesh.data=2")
+  one = sharding._grid((2, 1, 2), [Chip(i, 4) for i in range(4)], "mesh")
+  assert [d.id for d in one.flat] == [0, 1, 2, 3]
+
+
 def test_processes_all_take_part():
   class Device:
     def __init__(self, process):

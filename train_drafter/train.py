@@ -394,7 +394,8 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
     if extra["best"] is None:
       raise UserError(f"train: no validation was finite; lower train.lr={cfg.train.lr}")
     best = saved.restore(state, step=saved.best_step)
-  final = nnx.merge(setup.graph, *sharding.fetch((best.state.params, setup.frozen)))
+  final = nnx.merge(setup.graph, *jax.tree.map(
+      jnp.asarray, sharding.fetch((best.state.params, setup.frozen))))
   drafters.save_drafter(folder / "drafter", final, target, step=best.step)
   record = best.extra["best"]
   print(f"{STAGE}: best step {best.step}, validation alpha {record['alpha']:.3f}, "

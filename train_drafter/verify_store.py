@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from spec_jax import sharding
 from spec_jax.errors import UserError
 from spec_jax.target import Target
 from train_drafter import extract, manifest, placement
