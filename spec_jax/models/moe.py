@@ -34,17 +34,15 @@ def experts(
 ) -> Float[Array, "M D"]:
   """The weighted sum of each token's gated MLPs, float32.
 
-  Few tokens (decoding) read the matrices of their experts, at most as many as there are. Many
-  tokens (prefill, training) go on accelerators through a grouped product, sorted by expert; on CPU,
-  where XLA turns that one into E products of everything, through all experts in turn.
+  Few tokens (decoding) read the matrices of their experts, at most as many as there are; on CPU,
+  where gathering them is a copy, each once that any token asks for. Many tokens (prefill, training)
+  go on accelerators through a grouped product, sorted by expert; on CPU, where XLA turns that one
+  into E products of everything, through all experts in turn.
   """
-  assigned, E = chosen.size, gate.shape[0]
+  few, cpu = chosen.size <= gate.shape[0], jax.default_backend() == "cpu"
   x = x.astype(gate.dtype)
-  if assigned <= E:
-    return _gathered(x, weights, chosen, gate, up, down, act)
-  if jax.default_backend() == "cpu":
-    return _in_turn(x, weights, chosen, gate, up, down, act)
-  return _grouped(x, weights, chosen, gate, up, down, act)
+  path = (_distinct if few else _in_turn) if cpu else _gathered if few else _grouped
+  return path(x, weights, chosen, gate, up, down, act)
 
 
 def _wide(dtype):
@@ -64,18 +62,42 @@ def _gathered(x, weights, chosen, gate, up, down, act):
   return jnp.sum(out.reshape(M, K, -1) * weights[..., None], 1)
 
 
-def _in_turn(x, weights, chosen, gate, up, down, act):
-  def product(a, w):
-    w, scale = parts(w)
-    return scaled(jax.lax.dot_general(
-        a.astype(w.dtype), w, (((1,), (1,)), ((), ())), preferred_element_type=_wide(w.dtype)),
-        scale)
+def _product(a, w):
+  """Of rows [M, D] and one expert's matrix [F, D]."""
+  w, scale = parts(w)
+  return scaled(jax.lax.dot_general(
+      a.astype(w.dtype), w, (((1,), (1,)), ((), ())), preferred_element_type=_wide(w.dtype)), scale)
 
+
+def _share(weights, chosen, i):
+  """What expert i weighs in the sum of each token."""
+  return jnp.sum(jnp.where(chosen == i, weights, 0.0), -1, keepdims=True)
+
+
+def _distinct(x, weights, chosen, gate, up, down, act):
+  if x.shape[0] == 1 and x.dtype == jnp.bfloat16:  # as `decoder.linear` does
+    twice = lambda rows: jnp.concatenate([rows, rows])
+    return _distinct(twice(x), twice(weights), twice(chosen), gate, up, down, act)[:1]
+  ids = jnp.sort(chosen.reshape(-1))
+  new = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
+
+  def add(total, i):
+    inner = act(_product(x, gate[i])) * _product(x, up[i])
+    return total + _share(weights, chosen, i) * _product(inner, down[i])
+
+  def step(total, slot):
+    i, new = slot
+    return jax.lax.cond(new, add, lambda total, i: total, total, i), None
+
+  return jax.lax.scan(step, jnp.zeros(x.shape, _wide(x.dtype)), (ids, new))[0]
+
+
+def _in_turn(x, weights, chosen, gate, up, down, act):
   @jax.checkpoint  # else the gradient holds the inner states of every expert for every token
   def add(total, expert):
     i, gate, up, down = expert
-    share = jnp.sum(jnp.where(chosen == i, weights, 0.0), -1, keepdims=True)
-    return total + share * product(act(product(x, gate)) * product(x, up), down), None
+    inner = act(_product(x, gate)) * _product(x, up)
+    return total + _share(weights, chosen, i) * _product(inner, down), None
 
   zeros = jnp.zeros(x.shape, _wide(x.dtype))
   return jax.lax.scan(add, zeros, (jnp.arange(gate.shape[0]), gate, up, down))[0]

@@ -11,8 +11,8 @@ model, whose pass reads the same weights whatever T is. The table gives, for a r
   dense     the same of a dense model whose MLP is as large as the k experts of a token
   expected  different experts by the formula
   routed    different experts of a layer that its router chose on random text, counted
-  read      experts whose matrices the pass of this backend touches (for few tokens it gathers k for
-            each; for many a CPU takes all in turn, an accelerator those that are needed)
+  read      experts whose matrices the pass of this backend reads (for few tokens those that are
+            needed on CPU, k for each elsewhere; for many all of them on CPU, those elsewhere)
   bound     v(T) by the formula if nothing but reading weights took time
 """
 
@@ -65,9 +65,8 @@ def expected(experts: int, per_token: int, width: int) -> float:
 
 def touched(experts: int, per_token: int, width: int, routed: float) -> float:
   """Experts whose matrices a pass reads on this backend (`moe.experts`)."""
-  if width * per_token <= experts:
-    return width * per_token
-  return experts if jax.default_backend() == "cpu" else routed
+  few, cpu = width * per_token <= experts, jax.default_backend() == "cpu"
+  return (routed if few else experts) if cpu else width * per_token if few else routed
 
 
 def routed(target: Target, width: int, texts: int = 32) -> list[float]:

@@ -194,15 +194,15 @@ def test_every_path_through_the_experts_equals_a_loop(monkeypatch, tokens, norm_
       h = gate[e] @ x[m]
       wanted[m] += share * (down[e] @ (h / (1 + np.exp(-h)) * (up[e] @ x[m])))
   args = (jnp.asarray(x), weights, chosen, *map(jnp.asarray, (gate, up, down)), jax.nn.silu)
-  for path in (moe._gathered, moe._in_turn, moe._grouped):
+  for path in (moe._gathered, moe._distinct, moe._in_turn, moe._grouped):
     np.testing.assert_allclose(path(*args), wanted, atol=1e-5, err_msg=path.__name__)
   used = []
-  for name in ("_gathered", "_in_turn", "_grouped"):
+  for name in ("_gathered", "_distinct", "_in_turn", "_grouped"):
     monkeypatch.setattr(moe, name, lambda *args, name=name: (used.append(name), args[0])[1])
   moe.experts(*args)
   monkeypatch.setattr(moe.jax, "default_backend", lambda: "tpu")
   moe.experts(*args)
-  assert used == (["_gathered"] * 2 if tokens * K <= E else ["_in_turn", "_grouped"])
+  assert used == (["_distinct", "_gathered"] if tokens * K <= E else ["_in_turn", "_grouped"])
 
 
 def test_experts_have_gradients_on_every_path():
@@ -215,7 +215,7 @@ def test_experts_have_gradients_on_every_path():
     return jnp.sum(jnp.sin(path(x, *moe.route(logits, K, True), *matrices, jax.nn.silu)))
 
   grads = [jax.grad(functools.partial(loss, path), argnums=range(5))(*arrays)
-           for path in (moe._gathered, moe._in_turn, moe._grouped)]
+           for path in (moe._gathered, moe._distinct, moe._in_turn, moe._grouped)]
   for other in grads[1:]:
     for a, b in zip(grads[0], other, strict=True):
       assert np.abs(a).max() > 1e-3

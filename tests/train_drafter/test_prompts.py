@@ -7,7 +7,7 @@ import pytest
 
 import spec_jax
 from spec_jax.errors import UserError
-from train_drafter import config, prompts
+from train_drafter import config, placement, prompts
 from train_drafter.manifest import Manifest, StaleStageError
 from train_drafter.prompts import (
   category_counts,
@@ -472,7 +472,7 @@ def test_stage_is_reused_and_notices_an_edited_file(tmp_path):
 
 def test_stage_adds_self_written_prompts(tmp_path, monkeypatch):
   fake_generate(monkeypatch, lambda i: (f"self written number {i}", "eos"))
-  monkeypatch.setattr(spec_jax, "load_target", lambda source, dtype, mesh: TARGET)
+  monkeypatch.setattr(placement, "load_target", lambda cfg, dtype: TARGET)
   folder = run(tmp_path, count=9, self_written=4)
   train = lines(folder / "prompts.jsonl")
   assert sum(p["source"] == "self_written" for p in train) == 4 and len(train) == 13
@@ -483,7 +483,7 @@ def test_stage_adds_self_written_prompts(tmp_path, monkeypatch):
 
 def test_template_arguments_reach_the_header_and_the_manifest(tmp_path, monkeypatch):
   fake_generate(monkeypatch, lambda i: (f"self written number {i}", "eos"))
-  monkeypatch.setattr(spec_jax, "load_target", lambda source, dtype, mesh: TARGET)
+  monkeypatch.setattr(placement, "load_target", lambda cfg, dtype: TARGET)
   seen = {}
   monkeypatch.setattr(prompts, "user_header", lambda _, **args: seen.update(args) or [1])
   cfg = config.Config(
@@ -497,7 +497,7 @@ def test_template_arguments_reach_the_header_and_the_manifest(tmp_path, monkeypa
 
 def test_self_written_prompts_come_on_top_of_the_count_and_outside_the_mix(tmp_path, monkeypatch):
   fake_generate(monkeypatch, lambda i: (f"self written number {i}", "eos"))
-  monkeypatch.setattr(spec_jax, "load_target", lambda source, dtype, mesh: TARGET)
+  monkeypatch.setattr(placement, "load_target", lambda cfg, dtype: TARGET)
   path = write(
     tmp_path / "t.jsonl",
     *[{**chat(("user", f"{c} number {i}")), "category": c} for c in ("qa", "code") for i in "1234"],
@@ -522,7 +522,7 @@ def test_stage_refuses_bad_options(tmp_path, options, message):
 
 
 def test_bad_files_are_found_before_the_target_writes(tmp_path, monkeypatch):
-  monkeypatch.setattr(spec_jax, "load_target", lambda source, dtype, mesh: TARGET)
+  monkeypatch.setattr(placement, "load_target", lambda cfg, dtype: TARGET)
   calls = fake_generate(monkeypatch, lambda i: (f"self written number {i}", "eos"))
   path = write(tmp_path / "bad.jsonl", "{")
   with pytest.raises(UserError, match="bad.jsonl"):
