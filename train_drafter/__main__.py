@@ -25,7 +25,7 @@ from ml_collections import config_flags
 
 from spec_jax import command, platform
 from spec_jax.errors import UserError
-from train_drafter import config_file, manifest
+from train_drafter import config_file, lock, manifest
 from train_drafter.progress import clock_text
 
 STAGES = ("prompts", "generate", "extract", "train", "evaluate", "export", "report")
@@ -139,7 +139,8 @@ def execute(options: Options) -> None:
     if stage == "extract" and options.stages == STAGES and not _reads_features(cfg):
       continue
     began = time.monotonic()
-    folder = _run_stage(stage, cfg, options)
+    with lock.held(options.workdir, stage):
+      folder = _run_stage(stage, cfg, options)
     # Only now: a refused run leaves the record of the run that made the folder.
     _write_record(record, cfg, options)
     print(f"{stage}: {clock_text(time.monotonic() - began)}  {folder}", flush=True)
