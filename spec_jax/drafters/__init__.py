@@ -6,8 +6,10 @@ prompt), `after_round` (a verified block) and `propose`; one that is trained als
 is, and which target and tokenizer it belongs to) and `drafter.safetensors` (its own tensors).
 """
 
+import contextlib
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -95,7 +97,7 @@ def load_drafter(source: str, target: Target, dtype: str | None = None) -> Draft
     if dtype != target.dtype:
       raise UserError(f"drafter='self' has the target's dtype {target.dtype}, not {dtype}")
     return wrap("small_lm", "self", small_lm(target, canonical_tensors(target), target.config))
-  folder = Path(source).expanduser()
+  folder = Path(os.path.expanduser(source))
   for place in (folder, folder / "drafter", folder / "train" / "drafter"):
     if (place / "drafter.json").exists():
       return _load_saved(place, target, dtype)
@@ -341,7 +343,7 @@ def _load_saved(folder: Path, target: Target, dtype: str) -> Drafter:
     raise UserError(f"{folder / 'drafter.json'}: kind {facts['kind']!r} is not supported")
   if target.tokenizer is not None and facts["tokenizer_hash"] != target.tokenizer.hash():
     vocabulary = folder / _VOCABULARY
-    if vocabulary.exists():
+    with contextlib.suppress(OSError, ValueError, TypeError):  # damaged: no id is named
       check_same_strings(json.loads(vocabulary.read_text(encoding="utf-8")),
                          target.tokenizer.token_strings())
     raise UserError(f"{folder}: this drafter was made for another tokenizer than {target.name}'s")
