@@ -14,7 +14,6 @@ import importlib
 import json
 import re
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -126,15 +125,15 @@ def execute(options: Options) -> None:
   platform.configure()
   if "prompts" in options.stages:
     _check_target(cfg)
+  record = options.workdir / "config.json"
   try:
     options.workdir.mkdir(parents=True, exist_ok=True)
+    if not record.exists():
+      _write_record(record, cfg, options)
   except FileExistsError as error:
     raise UserError(f"--workdir={options.workdir}: is a file, not a folder") from error
   except OSError as error:
     raise UserError(f"--workdir={options.workdir}: {error.strerror}") from error
-  record = options.workdir / "config.json"
-  if not record.exists():
-    _write_record(record, cfg, options)
   for stage in options.stages:
     if stage == "extract" and options.stages == STAGES and not _reads_features(cfg):
       continue
@@ -226,8 +225,14 @@ class _ConfigParser(flags.ArgumentParser):
 
 def main() -> None:
   """The command line."""
-  define_flags(flags.FLAGS, sys.argv)
-  command.run(execute, lambda argv: parse(argv, flags.FLAGS),
+  def parser(argv: Sequence[str]) -> Options:
+    try:
+      define_flags(flags.FLAGS, argv)  # which opens the files of --flagfile
+    except flags.Error as error:
+      raise UserError(" ".join(str(error).split())) from None
+    return parse(argv, flags.FLAGS)
+
+  command.run(execute, parser,
               interrupted="interrupted; the same command goes on from here")
 
 
