@@ -15,6 +15,7 @@ import difflib
 import hashlib
 import importlib.metadata
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -275,7 +276,7 @@ def read_prompts(path: str) -> list[tuple[str, Any]]:
     UserError: the file cannot be read or is empty, or a line (by number) is neither.
   """
   try:
-    lines = Path(path).expanduser().read_text(encoding="utf-8-sig").split("\n")
+    lines = Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig").split("\n")
   except (OSError, UnicodeDecodeError) as error:
     reason = getattr(error, "strerror", None) or error
     raise UserError(f"--prompts={path}: {reason}") from None

@@ -1,5 +1,6 @@
 """What the command lines of this project share: how flags are read and how a program ends."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -8,6 +9,10 @@ from typing import Any
 from absl import app, flags, logging
 
 from spec_jax.errors import UserError
+
+# What a disk or its owner refuses: a full disk, a quota, a limit, a read-only or a foreign folder.
+_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO,
+         errno.ENAMETOOLONG)
 
 
 def parse(argv: Sequence[str], values: flags.FlagValues) -> flags.FlagValues:
@@ -30,8 +35,9 @@ def run(
     interrupted: str = "") -> None:
   """Runs a program and ends the process.
 
-  The exit status is what `execute` returns (None is 0), 2 with one line for bad input, 130 for an
-  interrupt, 1 when the reader of the output has gone (`| head`).
+  The exit status is what `execute` returns (None is 0), 2 with one line for bad input and for a
+  file that the system refuses to read or write, 130 for an interrupt, 1 when the reader of the
+  output has gone (`| head`).
 
   Args:
     execute: takes what `parser` returned.
@@ -55,3 +61,9 @@ def run(
   except BrokenPipeError:
     sys.stdout = open(os.devnull, "w")  # what is still buffered has nowhere to go
     sys.exit(1)
+  except OSError as error:
+    if error.errno not in _DISK:
+      raise
+    where = f"{error.filename}: " if error.filename else ""
+    print(f"error: {where}{error.strerror}", file=sys.stderr)
+    sys.exit(2)

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import decode, sharding, verify
+from spec_jax import arguments, decode, sharding, verify
 from spec_jax.drafters import Drafter
 from spec_jax.errors import UserError
 from spec_jax.records import RowRecords
@@ -164,27 +164,28 @@ def generate(
 
 
 def encode_prompt(
-    target: Target, prompt: Prompt, index: int | str = 0,
+    target: Target, prompt: Any, index: int | str = 0,
     template_args: dict[str, Any] | None = None) -> list[int]:
-  """Token ids of a string, a chat or an id list; `index` is what an error calls the prompt.
+  """Token ids of a `Prompt`; `index` is what an error calls it.
 
   Raises:
-    UserError: the prompt is empty, or holds an id outside the vocabulary.
+    UserError: the prompt is empty, holds an id outside the vocabulary, or is no chat that the
+      template takes.
   """
-  if not isinstance(prompt, str | Sequence | np.ndarray):
+  if not isinstance(prompt, str | Sequence | np.ndarray) or isinstance(prompt, bytes):
     raise UserError(f"prompt {index} is {prompt!r}, neither a string, a chat nor a list of ids")
   if isinstance(prompt, str):
     ids = target.tokenizer.encode(prompt, add_special=True)
-  elif len(prompt) and isinstance(prompt[0], dict):
-    ids = target.tokenizer.encode_chat(list(prompt), **(template_args or {}))
+  elif len(prompt) and all(isinstance(turn, Mapping) for turn in prompt):
+    try:
+      ids = target.tokenizer.encode_chat(list(prompt), **(template_args or {}))
+    except UserError as error:
+      raise UserError(f"prompt {index}: {error}") from None
   else:
-    ids = [int(i) for i in prompt]
-  if not ids:
+    ids = prompt
+  if not len(ids):
     raise UserError(f"prompt {index} is empty")
-  for i in ids:
-    if not 0 <= i < target.config.vocab_real:
-      raise UserError(f"prompt {index} holds id {i}, outside 0..{target.config.vocab_real - 1}")
-  return ids
+  return list(arguments.ids(f"prompt {index}", ids, target.config.vocab_real))
 
 
 def bucket(length: int) -> int:
@@ -225,10 +226,14 @@ class Run:
       bias=None, rule=None, max_new_tokens=64, stop=(), seed=0, batch_size=8, max_length=None,
       force_reject=False, eos_ids=None, sequence_ids=None, keep_hidden=False, template_args=None,
       on_round=None, only=None):
-    if isinstance(prompts, str):
+    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, str | bytes):
       raise UserError("prompts must be a list, also of one string")
+    if not isinstance(drafter, Drafter | None):
+      raise UserError(f"drafter={drafter!r} is no drafter: load_drafter gives one")
+    draft_len, batch_size = (arguments.whole(name, value) for name, value in (
+        ("draft_len", draft_len), ("batch_size", batch_size)))
     count = len(prompts)
-    self.target, self.stop = target, (stop,) if isinstance(stop, str) else tuple(stop)
+    self.target, self.stop = target, arguments.texts("stop", stop)
     if "" in self.stop:
       raise UserError("stop holds an empty string")
     for i in target.tokenizer.control_ids if self.stop else ():
@@ -237,13 +242,14 @@ class Run:
         raise UserError(f"stop holds the control token {name!r}, which is no text; its id {i} can "
                         "be one of eos_ids")
     self.ids = [encode_prompt(target, p, i, template_args) for i, p in enumerate(prompts)]
-    limit = target.config.max_position if max_length is None else max_length
+    limit = target.config.max_position if max_length is None else arguments.whole(
+        "max_length", max_length)
     if not 1 <= limit <= target.config.max_position:
       raise UserError(f"max_length={max_length} must be in 1..{target.config.max_position}")
     for i, row in enumerate(self.ids):
       if len(row) > limit:
         raise UserError(f"prompt {i} has {len(row)} tokens and the context holds {limit}")
-    budgets = _per_prompt("max_new_tokens", max_new_tokens, count)
+    budgets = arguments.per_prompt("max_new_tokens", max_new_tokens, count, arguments.whole)
     if any(b < 1 for b in budgets):
       raise UserError(f"max_new_tokens={min(budgets)} must be at least 1")
     if drafter is not None and draft_len < 1:
@@ -254,23 +260,21 @@ class Run:
       raise UserError(f"batch_size={batch_size} must be at least 1")
     # The last token of a row needs no place in the cache, hence the + 1.
     self.budgets = [
-        int(min(b, limit - len(row) + 1)) for b, row in zip(budgets, self.ids, strict=True)]
-    self.temperatures = _per_prompt("temperature", temperature, count)
+        min(b, limit - len(row) + 1) for b, row in zip(budgets, self.ids, strict=True)]
+    self.temperatures = arguments.per_prompt("temperature", temperature, count, arguments.real)
     coldest, warmest = min(self.temperatures, default=0.0), max(self.temperatures, default=0.0)
     for heat in self.temperatures:
       if not heat <= float(np.finfo(np.float32).max):
         raise UserError(f"temperature={heat} must be a finite number")
     chosen = verify.choose(rule, coldest, warmest)
-    for i in bias or {}:
-      if not 0 <= i < target.config.vocab_real:
-        raise UserError(f"bias holds id {i}, outside 0..{target.config.vocab_real - 1}")
-    if sum(value == -math.inf for value in (bias or {}).values()) >= target.config.vocab_real:
+    biases = arguments.bias({} if bias is None else bias, target.config.vocab_real)
+    if sum(value == -math.inf for _, value in biases) >= target.config.vocab_real:
       raise UserError("bias bans every id")
     settings = Sampling(
-        chosen.name == "greedy", float(top_p), int(top_k), float(min_p),
-        tuple((int(i), float(v)) for i, v in sorted((bias or {}).items())),
-        chosen.name == "coupled")
-    eos = target.config.eos_ids if eos_ids is None else tuple(eos_ids)
+        chosen.name == "greedy", arguments.real("top_p", top_p), arguments.whole("top_k", top_k),
+        arguments.real("min_p", min_p), biases, chosen.name == "coupled")
+    eos = target.config.eos_ids if eos_ids is None else arguments.ids(
+        "eos_ids", eos_ids, target.config.vocab_real)
     pad = target.config.pad_id if target.config.pad_id >= 0 else 0
     self.program = decode.Program(
         target.graph, None if drafter is None else drafter.graph,
@@ -278,7 +282,7 @@ class Run:
         sharding.mesh_of(target.params))
     self.params = (target.params, None if drafter is None else sharding.place(
         drafter.params, self.program.mesh, target.config.head_dim))
-    if not -2**31 <= seed < 2**31:
+    if not -2**31 <= arguments.whole("seed", seed) < 2**31:
       raise UserError(f"seed={seed} must fit in 32 bits")
     # Scalars of the host: with several processes an array of one device is no common argument.
     self.seed = np.asarray(seed, np.int32)
@@ -286,8 +290,9 @@ class Run:
     self.batch_size, self.on_round = batch_size, on_round
     self.only = frozenset(range(count) if only is None else only)
     self.max_new = max(self.budgets, default=1)
-    self.sequence = _per_prompt(
-        "sequence_ids", range(count) if sequence_ids is None else sequence_ids, count)
+    self.sequence = arguments.per_prompt(
+        "sequence_ids", range(count) if sequence_ids is None else sequence_ids, count,
+        arguments.whole)
     for i in self.sequence:
       if not 0 <= i < 2**31:
         raise UserError(f"sequence_ids holds {i}, outside 0..2**31 - 1")
@@ -419,14 +424,6 @@ class Run:
 def _narrow(size: int) -> int:
   """A third of a prefill's width, a multiple of 32."""
   return -(-size // 96) * 32
-
-
-def _per_prompt(name: str, value, count: int) -> list:
-  """One value for all prompts, or one for each."""
-  values = list(value) if isinstance(value, Sequence | np.ndarray) else [value] * count
-  if len(values) != count:
-    raise UserError(f"{name} has {len(values)} entries for {count} prompts")
-  return values
 
 
 def _finished(index: int, row: dict[str, Any], reason: int, cut: int, hidden) -> Finished:

@@ -264,6 +264,7 @@ def refused(source, message, target=None):
 @pytest.mark.parametrize("name,message", [
     ("ngramm", "drafter='ngramm': no such folder"), ("eagle9", "drafter='eagle9': no such folder"),
     ("no/such/folder", "drafter='no/such/folder': no such folder"),
+    ("~no.such.user/x", "drafter='~no.such.user/x': no such folder"),
     ("ngram:3", "ngram:MAX-MIN"), ("ngram:a-b", "ngram:MAX-MIN"),
     ("ngram:1-3", "1 <= MIN <= MAX"), ("ngram:2-0", "1 <= MIN <= MAX")])
 def test_unknown_names(name, message):
@@ -295,6 +296,9 @@ def test_another_tokenizer(saved, tmp_path):
   letters[10], letters[11] = letters[11], letters[10]
   other = dataclasses.replace(tiny.target(), tokenizer=toy.tokenizer(tokens=letters))
   refused(saved, "id 10 is .* in the drafter and .* in the target", other)  # CASE 10b
+  for damaged in (b"[", b"null", b"\xff"):
+    (saved / "vocabulary.json").write_bytes(damaged)
+    refused(saved, "another tokenizer", other)
   (saved / "vocabulary.json").unlink()
   refused(saved, "another tokenizer", other)
   cfg = tiny.config(num_layers=1)

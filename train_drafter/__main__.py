@@ -15,6 +15,7 @@ SLURM, GKE and TPU slices tell JAX who the processes are, elsewhere three flags 
     --process_id=0
 """
 
+import contextlib
 import dataclasses
 import datetime
 import importlib
@@ -22,7 +23,6 @@ import json
 import math
 import re
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ from ml_collections import config_flags
 
 from spec_jax import command, platform
 from spec_jax.errors import UserError
-from train_drafter import config_file, distributed, manifest
+from train_drafter import config_file, distributed, lock, manifest
 from train_drafter.progress import clock_text
 
 STAGES = ("prompts", "generate", "extract", "train", "evaluate", "export", "report")
@@ -174,15 +174,15 @@ def _execute(cfg: Any, options: Options) -> None:
   _check_mesh(cfg)
   if "prompts" in options.stages:
     _check_target(cfg)
+  record = options.workdir / "config.json"
   try:
     options.workdir.mkdir(parents=True, exist_ok=True)
+    if distributed.is_primary() and not record.exists():
+      _write_record(record, cfg, options)
   except FileExistsError as error:
     raise UserError(f"--workdir={options.workdir}: is a file, not a folder") from error
   except OSError as error:
     raise UserError(f"--workdir={options.workdir}: {error.strerror}") from error
-  record = options.workdir / "config.json"
-  if distributed.is_primary() and not record.exists():
-    _write_record(record, cfg, options)
   distributed.barrier("--workdir")
   if not record.exists():
     raise UserError(f"--workdir={options.workdir}: process {distributed.index()} does not see what "
@@ -191,7 +191,10 @@ def _execute(cfg: Any, options: Options) -> None:
     if stage == "extract" and options.stages == STAGES and not _reads_features(cfg):
       continue
     began = time.monotonic()
-    folder = _run_stage(stage, cfg, options)
+    # The processes of one run share its folder: the first one keeps other runs out.
+    with (lock.held(options.workdir, stage) if distributed.is_primary()
+          else contextlib.nullcontext()):
+      folder = _run_stage(stage, cfg, options)
     # Only now: a refused run leaves the record of the run that made the folder.
     if distributed.is_primary():
       _write_record(record, cfg, options)
@@ -307,8 +310,14 @@ class _ConfigParser(flags.ArgumentParser):
 
 def main() -> None:
   """The command line."""
-  define_flags(flags.FLAGS, sys.argv)
-  command.run(execute, lambda argv: parse(argv, flags.FLAGS),
+  def parser(argv: Sequence[str]) -> Options:
+    try:
+      define_flags(flags.FLAGS, argv)  # which opens the files of --flagfile
+    except flags.Error as error:
+      raise UserError(" ".join(str(error).split())) from None
+    return parse(argv, flags.FLAGS)
+
+  command.run(execute, parser,
               interrupted="interrupted; the same command goes on from here")
 
 

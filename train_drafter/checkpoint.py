@@ -6,11 +6,13 @@ and export.py restore the best step.
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import re
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -53,7 +55,7 @@ class Checkpoints:
       best: whether the smallest or the largest metric is the best one.
 
     Raises:
-      UserError: the folder cannot be made or written.
+      UserError: the folder cannot be made or written, or the metric of a step is damaged.
     """
     self.folder = folder.absolute()
     self._worst = math.inf if best == "min" else -math.inf
@@ -63,6 +65,11 @@ class Checkpoints:
       tempfile.TemporaryFile(dir=self.folder).close()
     except OSError as error:
       raise UserError(f"{folder}: checkpoints cannot be written ({error.strerror})") from error
+    for path in self.folder.glob("*/metrics/metrics"):  # read as the manager starts
+      try:
+        json.loads(path.read_text())
+      except (OSError, ValueError) as error:
+        raise _damaged(path.parents[1], error) from error
     keep = checkpoint_managers.AnyPreservationPolicy(
       [
         checkpoint_managers.LatestN(max_to_keep),
@@ -157,7 +164,7 @@ class Checkpoints:
       partial: `like` may leave out parts of what was saved, which are then not read.
 
     Raises:
-      UserError: there is no such step.
+      UserError: there is no such step, or its files are damaged.
       ValueError: structure or shapes are not those that were saved.
     """
     self.wait()
@@ -167,18 +174,36 @@ class Checkpoints:
       what = "checkpoint" if step is None else f"checkpoint of step {step}"
       raise UserError(f"{self.folder}: holds no complete {what}")
     abstract = jax.tree.map(_placed, like)
-    restored = self._manager.restore(
-      step,
-      args=ocp.args.Composite(
-        state=ocp.args.PyTreeRestore(
-          abstract,
-          restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-          partial_restore=partial,
+    try:
+      restored = self._manager.restore(
+        step,
+        args=ocp.args.Composite(
+          state=ocp.args.PyTreeRestore(
+            abstract,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+            partial_restore=partial,
+          ),
+          extra=ocp.args.JsonRestore(),
         ),
-        extra=ocp.args.JsonRestore(),
-      ),
-    )
+      )
+    except Exception as error:  # of many kinds: each file of a step has a reader of its own
+      if partial or not self._fits(step, abstract):
+        raise
+      raise _damaged(self.folder / str(step), error) from error
     return Restored(step=step, state=restored.state, extra=restored.extra)
+
+  def _fits(self, step: int, abstract: Any) -> bool:
+    """Whether a step holds as many leaves of the same shapes, as far as it can be read at all."""
+    try:
+      described = ocp.PyTreeCheckpointHandler().metadata(self.folder / str(step) / "state")
+      saved = [tuple(leaf.shape) for leaf in jax.tree.leaves(described.tree)]
+    except Exception:  # the description is what is damaged
+      return True
+    leaves = jax.tree.leaves(abstract)
+    # A random key is stored as its bits, whose shape is another.
+    shapes = [leaf.shape for leaf in leaves
+              if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    return len(saved) == len(leaves) and Counter(shapes) <= Counter(saved)
 
   def _metric(self, metrics: Mapping[str, float]) -> float:
     return metrics.get("metric", self._worst)
@@ -197,6 +222,12 @@ class Checkpoints:
         raise
       reason = os.strerror(int(code[1]))
       raise UserError(f"{self.folder}: a checkpoint was not written ({reason})") from error
+
+
+def _damaged(step: Path, error: Exception) -> UserError:
+  reason = " ".join(str(error).split())[:200] or type(error).__name__
+  return UserError(f"{step}: this checkpoint is damaged ({reason}); remove it, and the same "
+                   "command goes on from the one before")
 
 
 def _placed(leaf: Any) -> jax.ShapeDtypeStruct:

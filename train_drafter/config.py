@@ -329,6 +329,9 @@ def validate(cfg: Config) -> None:
 def _check_types(cfg: Config) -> None:
   """Every field is of the type it is declared with, and numbers are finite."""
   for section in dataclasses.fields(cfg):
+    if not isinstance(getattr(cfg, section.name), section.type):
+      raise UserError(f"{section.name}={getattr(cfg, section.name)!r:.60} must be of type "
+                      f"{section.type.__name__}")
     for entry in dataclasses.fields(section.type):
       name = f"{section.name}.{entry.name}"
       value, kind = _get(cfg, name), entry.type

@@ -23,8 +23,9 @@ def load(path: str, arguments: Sequence[str]) -> Any:
     UserError: one line, with the line of the file where it has one.
   """
   config = call(path, "get_config", arguments, "--config")[1]
-  if not dataclasses.is_dataclass(config):
-    raise UserError(f"{path}: get_config() returned {type(config).__name__}, not a dataclass")
+  if isinstance(config, type) or not dataclasses.is_dataclass(config):
+    kind = f"the class {config.__name__}" if isinstance(config, type) else type(config).__name__
+    raise UserError(f"{path}: get_config() returned {kind}, not a dataclass")
   return config
 
 

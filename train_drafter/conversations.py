@@ -6,6 +6,7 @@ reason, with its line number; too many of them stop the run.
 
 import dataclasses
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def prompt_files(path: str | Path) -> list[Path]:
   parts = [str(path)] if Path(path).exists() else [p.strip() for p in str(path).split(",")]
   files: list[Path] = []
   for part in filter(None, parts):
-    place = Path(part).expanduser()
+    place = Path(os.path.expanduser(part))
     if place.is_dir():
       inside = sorted(place.glob("*.jsonl"))
       if not inside:

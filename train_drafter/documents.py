@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import hashlib
 import os
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,10 @@ from train_drafter.generate import Answer
 from train_drafter.progress import Bar
 from train_drafter.store import StoredDocument
 
+_DRAFT_IDS = "draft_ids.npy"
 _SCORE_ROWS = 1024  # teacher states scored at once
+# What numpy raises for a file that is cut short or overwritten.
+_DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 def prepare(
@@ -93,8 +98,8 @@ def prepare(
     raise UserError(f"train.validation={cfg.train.validation} leaves none of {len(documents)} "
                     "answers to train")
   with distributed.primary_first("train: draft vocabulary"):
-    if ids is not None and not (folder / "draft_ids.npy").exists():
-      np.save(folder / "draft_ids.npy", ids)
+    if ids is not None and not (folder / _DRAFT_IDS).exists():
+      _keep_vocabulary(folder, ids)
   return kept, held, {
       "documents": len(documents), "held_out": len(held), "dropped": dropped,
       "draft_vocab_coverage": coverage,
@@ -134,11 +139,15 @@ def _sparse_statistics(document: Document) -> tuple[np.ndarray, np.ndarray]:
 
 def _kept_statistics(
     path: Path, documents: Sequence[Document]) -> list[tuple[np.ndarray, np.ndarray]]:
-  """What an earlier process left of `teacher_statistics` for these documents; empty for nothing."""
+  """What an earlier process left of `teacher_statistics` for these documents; empty for nothing,
+  also where it is damaged: it is computed and written again."""
   if not path.exists():
     return []
-  with open(path, "rb") as file, np.load(file) as kept:
-    lse, best, of = kept["logsumexp"], kept["best"], str(kept["documents"])
+  try:
+    with open(path, "rb") as file, np.load(file) as kept:
+      lse, best, of = kept["logsumexp"], kept["best"], str(kept["documents"])
+  except _DAMAGED:
+    return []
   if of != _fingerprint(documents):
     return []
   edges = np.cumsum([d.supervised for d in documents])[:-1]
@@ -205,6 +214,26 @@ def _score(graph, params, hidden, temperature):
 
 
 def draft_vocabulary(folder: Path) -> np.ndarray | None:
-  """The reduced draft vocabulary [Vd] that `prepare` chose, None for the whole vocabulary."""
-  path = folder / "draft_ids.npy"
-  return np.load(path) if path.exists() else None
+  """The reduced draft vocabulary [Vd] that `prepare` chose, None for the whole vocabulary.
+
+  Raises:
+    UserError: the file is damaged.
+  """
+  path = folder / _DRAFT_IDS
+  if not path.exists():
+    return None
+  try:
+    with open(path, "rb") as file:
+      return np.load(file)
+  except _DAMAGED as error:
+    raise UserError(f"{path}: damaged ({error}); remove {folder} and run its stage again") from None
+
+
+def _keep_vocabulary(folder: Path, ids: np.ndarray) -> None:
+  """Writes it whole or not at all: a resumed run goes on with what it finds."""
+  part = folder / f".{_DRAFT_IDS}.part"
+  with open(part, "wb") as file:
+    np.save(file, ids)
+    file.flush()
+    os.fsync(file.fileno())
+  part.replace(folder / _DRAFT_IDS)

@@ -14,6 +14,7 @@ import os
 import secrets
 import subprocess
 import sys
+import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,16 @@ class Manifest:
     try:
       fields = json.loads(path.read_text(encoding="utf-8"))
       manifest = cls(**{**fields, "target": TargetId(**fields["target"])})
+      for field in dataclasses.fields(cls):
+        value, kind = getattr(manifest, field.name), typing.get_origin(field.type) or field.type
+        if not isinstance(value, kind):
+          raise TypeError(f"{field.name} is of type {type(value).__name__}, not {kind.__name__}")
+      real = stage_hash(manifest.config, {**manifest.inputs, **manifest.target.hashes()})
     except OSError as error:
       raise UserError(f"{path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError) as error:
       raise UserError(f"{path}: damaged, no stage manifest ({error}); remove {folder} and run its "
                       "stage again") from error
-    real = stage_hash(manifest.config, {**manifest.inputs, **manifest.target.hashes()})
     if manifest.hash != real:
       raise UserError(
         f"{path}: hash {manifest.hash[:12]} is not that of its content ({real[:12]}); "

@@ -86,7 +86,8 @@ class MetricLog:
     if not distributed.is_primary():
       return
     self.path = folder / "metrics.jsonl"
-    lines = self.path.read_text().splitlines(True) if self.path.exists() else []
+    text = self.path.read_text(errors="replace") if self.path.exists() else ""
+    lines = text.splitlines(True)
     # A killed process may have left a part of a line.
     kept = [line for line in lines if _step_of(line) <= step]
     self.path.write_text("".join(kept))

@@ -120,7 +120,7 @@ class Bar:
 
   def text(self) -> str:
     """The numbers of one line."""
-    parts = [f"{self.done}/{self.total}"]
+    parts = [f"{self.done}/{self.total}"] if self.total else []
     if self.amount:
       parts.append(f"{self.rate:,.0f} {self.unit}/s")
     parts.append(clock_text(self.elapsed))

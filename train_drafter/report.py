@@ -295,7 +295,8 @@ def load_records(path: str | Path) -> dict[str, dict[Setting, list[dict]]]:
   if not path.is_file():
     raise UserError(f"{path}: no such file")
   out: dict[str, dict[Setting, list[dict]]] = {}
-  for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+  text = path.read_text(encoding="utf-8", errors="replace")  # what is no text is no JSON either
+  for number, line in enumerate(text.splitlines(), 1):
     try:
       raw = json.loads(line)
       row = {"id": raw["id"], "category": raw["category"], "tokens": raw["tokens"],

@@ -7,6 +7,7 @@ is, and which target and tokenizer it belongs to) and `drafter.safetensors` (its
 """
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -134,7 +135,7 @@ def _folder_of(source: str) -> Path:
   """Where the files of a drafter lie: in the folder, or below it in a run's work folder."""
   if source.startswith("hf:"):
     return resolve(source).path
-  folder = Path(source).expanduser()
+  folder = Path(os.path.expanduser(source))  # unlike Path's, it leaves an unknown ~user as it is
   for place in (folder, folder / "drafter", folder / "train" / "drafter"):
     if (place / "drafter.json").exists():
       return place

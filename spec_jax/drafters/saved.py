@@ -4,6 +4,7 @@ Embedding and head are the target's and stay with it, except where the drafter h
 by `load_drafter` and by the train stage.
 """
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -85,7 +86,7 @@ def read_saved(folder: Path, target: Target) -> tuple:
   facts, config = _read_facts(folder / "drafter.json")
   if target.tokenizer is not None and facts["tokenizer_hash"] != target.tokenizer.hash():
     vocabulary = folder / _VOCABULARY
-    if vocabulary.exists():
+    with contextlib.suppress(OSError, ValueError, TypeError):  # damaged: no id is named
       check_same_strings(json.loads(vocabulary.read_text(encoding="utf-8")),
                          target.tokenizer.token_strings())
     raise UserError(f"{folder}: this drafter was made for another tokenizer than {target.name}'s")

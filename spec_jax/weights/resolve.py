@@ -47,7 +47,7 @@ def resolve(source: str) -> Source:
     return Source("gguf", _demo_file(), "demo")
   if source.startswith("hf:"):
     return Source("hf", _hub_folder(source.removeprefix("hf:")), source)
-  path = Path(source).expanduser()
+  path = Path(os.path.expanduser(source))  # an unknown ~user stays as it is
   if path.is_dir():
     if not (path / "config.json").is_file():
       raise UserError(f"{path} is not a model folder: it has no config.json")

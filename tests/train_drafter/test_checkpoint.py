@@ -162,6 +162,37 @@ def test_nothing_to_restore_is_one_line(workdir):
       checkpoints.restore(small(0), step=5)
 
 
+DAMAGES = {
+  "extra/metadata": b"{", "metrics/metrics": b"", "state/_METADATA": b"{",
+  "state/manifest.ocdbt": b"", "state/d/*": b"", "state/ocdbt.process_0/d/*": b"x"}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_step_is_one_line_and_the_one_before_is_left(workdir, name):
+  with Checkpoints(workdir) as checkpoints:
+    for step in (1, 2):
+      checkpoints.save(step, small(step), {"at": step}, metric=1.0)
+  for path in (workdir / "2").glob(name):
+    path.write_bytes(DAMAGES[name])
+  with pytest.raises(UserError, match=f"{workdir}/2: this checkpoint is damaged .*remo") as caught:
+    with Checkpoints(workdir) as checkpoints:
+      checkpoints.restore(small(0))
+  assert "\n" not in str(caught.value)
+  shutil.rmtree(workdir / "2")
+  with Checkpoints(workdir) as checkpoints:
+    assert_same(checkpoints.restore(small(0)).state, small(1))
+
+
+def test_another_shape_is_no_damage(workdir):
+  with Checkpoints(workdir) as checkpoints:
+    checkpoints.save(1, train_state(1), {})
+  other = dataclasses.replace(train_state(0), params={"wq": jnp.zeros((4, 4)), "layers": []})
+  with Checkpoints(workdir) as checkpoints:  # a new process knows nothing but the files
+    with pytest.raises(ValueError):
+      checkpoints.restore(other)
+    assert_same(checkpoints.restore(train_state(0)).state, train_state(1))
+
+
 def test_a_folder_that_cannot_be_made_is_named(workdir):
   (workdir / "file").write_text("")
   with pytest.raises(UserError, match="file/ckpt: checkpoints cannot be written"):

@@ -87,6 +87,13 @@ def test_every_section_is_covered():
   assert names - free == {name for name, _ in BAD}
 
 
+def test_a_section_is_of_its_type():
+  cfg = Config()
+  cfg.train = None
+  with pytest.raises(UserError, match="train=None must be of type TrainConfig"):
+    config_lib.validate(cfg)
+
+
 @pytest.mark.parametrize("name,value", [
     ("train.warmup", 1.0), ("train.final_lr", 1.0), ("train.lr", 0.0), ("train.lr", 1),
     ("train.clip", 0.0), ("drafter.draft_vocab", 0), ("generate.temperatures", (0,)),

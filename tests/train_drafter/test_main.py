@@ -187,11 +187,19 @@ def test_a_bad_config_file_is_one_line(tmp_path, config_file):
     ("def get_config():\n  return {}['x']\n", f"{path}:2: KeyError: 'x'"),
     ("y = 1\n", "AttributeError"),
     ("def get_config():\n  return {}\n", "returned dict, not a dataclass"),
+    (CONFIG.replace("Config(target=target)", "Config"), "returned the class Config, not"),
   ]:
     path.write_text(text)
     assert reason in refusal(f"--config={path}", "--workdir=w")
   path.write_text("def get_config():\n  return 1\n")
   assert "TypeError" in refusal(f"--config={path}:argument", "--workdir=w")
+
+
+def test_a_missing_flagfile_is_one_line(monkeypatch):
+  monkeypatch.setattr(
+    cli.command, "run", lambda execute, parser, **_: parser(["x", "--flagfile=/no/such/file"]))
+  with pytest.raises(UserError, match="/no/such/file"):
+    cli.main()
 
 
 def test_all_stages_run_in_order_after_the_checks(config_file, workdir, stages, capsys):
@@ -343,6 +351,15 @@ def test_a_workdir_that_cannot_be_made(config_file, workdir, stages):
     run(f"--config={config_file}", f"--workdir={workdir / 'file'}")
   with pytest.raises(UserError, match="--workdir=.*/file/x: Not a directory"):
     run(f"--config={config_file}", f"--workdir={workdir / 'file' / 'x'}")
+
+
+def test_a_workdir_that_takes_no_file(config_file, workdir, stages, monkeypatch):
+  def refuse(path, content):
+    raise FileNotFoundError(2, "No such file or directory", str(path))  # as /proc does
+
+  monkeypatch.setattr(manifest, "write_json", refuse)
+  with pytest.raises(UserError, match="--workdir=.*/new: No such file or directory"):
+    run(f"--config={config_file}", f"--workdir={workdir / 'new'}")
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.py")), ids=lambda path: path.stem)

@@ -231,6 +231,11 @@ def test_an_edited_or_broken_manifest_is_refused(workdir):
     path.write_text(text)
     with pytest.raises(UserError, match="manifest.json: damaged, no stage manifest"):
       Manifest.load(workdir / "prompts")
+  for name in fields:
+    for wrong in (None, 3, ["x"]):
+      path.write_text(json.dumps({**fields, name: wrong}))
+      with pytest.raises(UserError, match="manifest.json: damaged"):
+        Manifest.load(workdir / "prompts")
 
 
 def test_a_write_that_fails_leaves_the_old_file(workdir, monkeypatch):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import spec_jax
 from spec_jax.errors import UserError
-from train_drafter import evaluate, export, generate, manifest, prompts, report, train
+from train_drafter import documents, evaluate, export, generate, manifest, prompts, report, train
 from train_drafter.manifest import Manifest
 
 STAGES = {"prompts": prompts, "generate": generate, "train": train, "evaluate": evaluate,
@@ -214,3 +215,25 @@ def test_another_config_is_refused_by_every_stage(finished, tmp_path):
       evaluate.run(cfg, folder)
   finally:
     cfg.evaluate.draft_len = before
+
+
+def test_damaged_statistics_of_the_teacher_are_computed_again(finished, tmp_path):
+  cfg, folder = copied(finished, tmp_path, "prompts", "generate")
+  path = next((folder / "generate").glob("teacher-*.npz"))
+  whole = path.read_bytes()
+  for damaged in (b"", whole[:len(whole) // 2], b"noise" * 100):
+    path.write_bytes(damaged)
+    answers = generate.load_answers(folder / "generate")
+    target = spec_jax.load_target(cfg.target.source, cfg.train.dtype)
+    kept, _, _ = documents.prepare(answers, target, cfg, tmp_path, folder / "generate")
+    assert kept[0].logsumexp.size and path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("damage", [lambda old: b"", lambda old: old[:-9], lambda old: b"x" * 99])
+def test_a_damaged_draft_vocabulary_is_one_line(finished, tmp_path, damage):
+  cfg, folder = copied(finished, tmp_path, "prompts", "generate", "train")
+  path = folder / "train" / "draft_ids.npy"
+  path.write_bytes(damage(path.read_bytes()))
+  with pytest.raises(UserError, match=f"{path}: damaged.*remove {path.parent} and run") as refused:
+    documents.draft_vocabulary(folder / "train")
+  assert "\n" not in str(refused.value)

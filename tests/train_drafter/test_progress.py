@@ -91,3 +91,10 @@ def test_clock_text():
   assert [clock_text(s) for s in (0, 59.6, 61, 3600, 36_061)] == [
     "0:00", "1:00", "1:01", "1:00:00", "10:01:01",
   ]
+
+
+def test_a_part_without_steps_names_none():
+  stream, clock = io.StringIO(), Clock()
+  with Bar("costs", total=0, stream=stream, clock=clock):
+    clock.now += 33.0
+  assert lines(stream) == ["costs  0:33"]

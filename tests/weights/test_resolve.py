@@ -32,6 +32,8 @@ def test_what_is_not_there_is_named(tmp_path):
                       ("empty", "empty is not a model folder"), ("a.txt", "a.txt is neither")):
     with pytest.raises(UserError, match=match):
       resolve(str(tmp_path / name))
+  with pytest.raises(UserError, match="'~no.such.user/x' does not exist"):
+    resolve("~no.such.user/x")
 
 
 def test_hash_follows_the_content(tmp_path):
