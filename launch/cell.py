@@ -151,9 +151,9 @@ def is_locked(path: Path) -> bool:
 class Runner:
   """The state of `run_cell`: the child process and the signal that came."""
 
-  def __init__(self, cell: Cell, launch: str, step: str):
+  def __init__(self, cell: Cell, launch: str, step: str, distributed: bool = False):
     self.cell, self.launch = cell, launch
-    self.step = shlex.split(step)
+    self.step, self.more = shlex.split(step), ["--distributed"] if distributed else []
     self.child: subprocess.Popen | None = None
     self.starting = False
     self.signum = 0
@@ -183,7 +183,7 @@ class Runner:
     """
     self.note("running", stage=stage)
     log = self.cell.folder / LOG
-    words = [*self.step, *self.cell.command, f"--stage={stage}"]
+    words = [*self.step, *self.cell.command, f"--stage={stage}", *self.more]
     before = {path: path.stat().st_size for path in _logs(self.cell.folder)}
     with open(log, "ab") as file:
       file.write(f"$ {shlex.join(words)}\n".encode())
@@ -243,7 +243,7 @@ class _Failed(Exception):
   pass
 
 
-def run_cell(cell: Cell, launch: str = "", step: str = "") -> int:
+def run_cell(cell: Cell, launch: str = "", step: str = "", distributed: bool = False) -> int:
   """Runs what is missing of a cell.
 
   Args:
@@ -251,12 +251,13 @@ def run_cell(cell: Cell, launch: str = "", step: str = "") -> int:
     launch: names the launch of the sweep that this belongs to; a shared stage that failed in it is
       not tried again.
     step: words in front of each stage's command line, such as "srun --label".
+    distributed: the step starts several processes, which make one run.
 
   Returns:
     The exit status, as the module's docstring has it.
   """
   cell.folder.mkdir(parents=True, exist_ok=True)
-  runner = Runner(cell, launch, step)
+  runner = Runner(cell, launch, step, distributed)
   before = {s: signal.signal(s, runner.stop) for s in (signal.SIGTERM, signal.SIGINT)}
   try:
     # A look at the state takes the lock for a moment.
@@ -338,6 +339,7 @@ def main() -> None:
   flags.DEFINE_string("cell", "", "name of the cell")
   flags.DEFINE_string("launch", "", "the launch of the sweep that this belongs to")
   flags.DEFINE_string("step", "", "words in front of each command line, such as srun")
+  flags.DEFINE_bool("distributed", False, "the step starts several processes of one run")
 
   def execute(values: flags.FlagValues) -> int:
     for name in ("workdir", "cell"):
@@ -346,7 +348,7 @@ def main() -> None:
     cells = {cell.name: cell for cell in load_cells(Path(values.workdir))}
     if values.cell not in cells:
       raise UserError(f"--cell={values.cell}: is not in {Path(values.workdir) / SWEEP}")
-    return run_cell(cells[values.cell], values.launch, values.step)
+    return run_cell(cells[values.cell], values.launch, values.step, values.distributed)
 
   command.run(execute, lambda argv: command.parse(argv, flags.FLAGS))
 

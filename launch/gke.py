@@ -4,7 +4,7 @@
     --gke_accelerator=tpu-v5p-slice --gke_topology=2x2x1 --gke_bucket=gs://BUCKET/runs [--dry_run]
   python -m launch.gke --name=big --gke_image=IMAGE --gke_accelerator=nvidia-h100-80gb \
     --gke_chips=8 --gke_hosts=2 --gke_bucket=gs://BUCKET --dry_run \
-    -- python -m train_drafter --config=configs/dflash.py --workdir=/bucket/runs/big
+    -- python -m train_drafter --config=configs/dflash.py --workdir=/bucket/runs/big --distributed
 
 Without --dry_run the YAML goes to `kubectl apply -f -`. A bucket is mounted by the Cloud Storage
 FUSE driver below /bucket and holds the work folders, so that a restarted job goes on where it was.
@@ -37,6 +37,7 @@ _SINGLE_HOST = {  # one host may hold the whole slice
     "tpu-v6e-slice": {"1x1": 1, "2x2": 4, "2x4": 8}}
 # A pod is named <jobset>-<group>-<job>-<pod>-<5 letters>, 63 characters at most.
 _LONGEST_NAME = 40
+_PORT = 8476  # of JAX's coordinator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +184,8 @@ def job_set(options: Options, name: str, words: Sequence[str]) -> dict[str, Any]
   if not is_tpu(options):
     pod["tolerations"] = [
         {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    if hosts > 1:  # TPU hosts find each other, these are told (train_drafter --distributed)
+      container["env"] = _joining(dns_name(name), hosts)
   template: dict[str, Any] = {"spec": pod}
   if options.bucket:
     bucket = options.bucket.removeprefix("gs://").partition("/")[0]
@@ -210,6 +213,15 @@ def job_set(options: Options, name: str, words: Sequence[str]) -> dict[str, Any]
               "template": {"spec": {
                   "parallelism": hosts, "completions": hosts, "completionMode": "Indexed",
                   "backoffLimit": 0, "template": template}}}]}}
+
+
+def _joining(job: str, hosts: int) -> list[dict[str, Any]]:
+  """The variables that say which process a pod is; the first pod is the coordinator."""
+  field = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
+  return [
+      {"name": "JAX_COORDINATOR_ADDRESS", "value": f"{job}-host-0-0.{job}:{_PORT}"},
+      {"name": "JAX_NUM_PROCESSES", "value": str(hosts)},
+      {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": field}}]
 
 
 def to_yaml(jobs: Sequence[dict[str, Any]]) -> str:

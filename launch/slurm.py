@@ -3,7 +3,7 @@
   python -m launch.sweep --sweep=... --workdir=... --launcher=slurm --slurm_gpus=1 \
     --slurm_time=8:00:00
   python -m launch.slurm --slurm_gpus=8 --slurm_processes=8 --name=big --logs=logs \
-    -- python -m train_drafter --config=...
+    -- python -m train_drafter --distributed --config=...
 
 A job runs one process per GPU, or one per host where --slurm_processes=1, as JAX counts devices:
 `--ntasks-per-node` with `--gres`, never `--gpus-per-task`, which hides a task's neighbours from it
@@ -157,14 +157,13 @@ def step_words(options: Options, logs: str) -> list[str]:
 def array_script(options: Options, root: Path, names: Sequence[str], launch: str) -> str:
   """The job array of a sweep: task i runs cell i, its stages as steps of the job.
 
-  `launch.cell` runs on the first host and holds the locks; each stage is a step of srun.
+  `launch.cell` runs on the first host and holds the locks; each stage is a step of srun, of as
+  many processes as the job has.
 
   Raises:
-    UserError: several processes for a cell, or a folder with spaces in its name.
+    UserError: a folder with spaces in its name.
   """
-  if options.nodes * options.processes > 1:
-    raise UserError(f"--slurm_nodes={options.nodes} --slurm_processes={options.processes}: a cell "
-                    "of a sweep is one process so far")
+  joined = " --distributed" if options.nodes * options.processes > 1 else ""
   if len(str(root).split()) > 1:
     raise UserError(f"--workdir={root}: sbatch takes no spaces in it")
   cells = " ".join(shlex.quote(name) for name in names)
@@ -175,7 +174,7 @@ def array_script(options: Options, root: Path, names: Sequence[str], launch: str
       'cell="${cells[$SLURM_ARRAY_TASK_ID]}"',
       f"step={shlex.quote(shlex.join(step))}",
       f"{shlex.quote(sys.executable)} -m launch.cell --workdir={shlex.quote(str(root))} "
-      f'--cell="$cell" --launch={launch} --step="${{step//@CELL@/$cell}}"']
+      f'--cell="$cell" --launch={launch} --step="${{step//@CELL@/$cell}}"{joined}']
   output = f"{root}/logs/%A_%a.txt"
   return _script(options, directives(options, root.name, output, len(names)), body)
 
@@ -243,7 +242,7 @@ def launch(options: Options, root: Path, names: Sequence[str], launch_id: str) -
   status.
 
   Raises:
-    UserError: a bad option, several processes, or sbatch refuses.
+    UserError: a bad option, or sbatch refuses.
   """
   check(options)
   live = cell_states(root)

@@ -11,7 +11,7 @@ from typing import Any
 
 from train_drafter import config as config_lib
 from train_drafter import manifest
-from train_drafter.extract import taps_of
+from train_drafter.extract import NOT_STORED, taps_of
 from train_drafter.prompts import data_hashes
 from train_drafter.train import sources
 
@@ -34,7 +34,7 @@ def parts(cfg: Any, layers: Callable[[str], int]) -> dict[str, dict]:
                 "template_args": config_lib.template_args(cfg)}
   out = {"prompts": prompts, "generate": config_lib.part(cfg, "target", "generate")}
   if "extract" in sources(cfg):
-    features = config_lib.part(cfg, "features", without=("features.verify_documents",))
+    features = config_lib.part(cfg, "features", without=NOT_STORED)
     out["extract"] = {**features, "taps": list(taps_of(cfg, layers(cfg.target.source)))}
   out["train"] = config_lib.part(
       cfg, "drafter", "train", without=("train.profile", "train.keep"))

@@ -297,13 +297,12 @@ def execute(values: flags.FlagValues) -> int:
 
 def _on_gke(values: flags.FlagValues, sweep: grid.Sweep, root: Path) -> int:
   options = gke.options(values)
-  if gke.pods(options) > 1:
-    raise UserError(f"--gke_topology={options.topology} --gke_hosts={options.hosts} "
-                    f"--gke_slices={options.slices}: a cell of a sweep is one process so far")
+  more = ["--distributed"] if gke.pods(options) > 1 else []
   inside = gke.inside(options, root)
   planned = expand(sweep, inside, python="python", share=False, check_target=False)
   print("targets are not opened here: each job checks its own when it starts", file=sys.stderr)
-  jobs = [gke.job_set(options, f"{root.name}-{cell.name}", cell.command) for cell in planned]
+  jobs = [gke.job_set(options, f"{root.name}-{cell.name}", [*cell.command, *more])
+          for cell in planned]
   if values.dry_run:
     print(gke.to_yaml(jobs))
     return 0

@@ -216,14 +216,15 @@ class Run:
   `generate` drains it; a caller that wants rows as they end, or wants to stop early, iterates over
   `all()` or over `bucket()` itself. The arguments are those of `generate`, and on_round: called
   with a `Progress` of each running row after its prefill and after every round; the host then waits
-  for every round, which costs speed.
+  for every round, which costs speed; and only: the indices of the prompts that are decoded, where
+  this is a part of a larger run, whose shapes it keeps, and so also its rounding.
   """
 
   def __init__(
       self, target, drafter, prompts, *, draft_len, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0,
       bias=None, rule=None, max_new_tokens=64, stop=(), seed=0, batch_size=8, max_length=None,
       force_reject=False, eos_ids=None, sequence_ids=None, keep_hidden=False, template_args=None,
-      on_round=None):
+      on_round=None, only=None):
     if isinstance(prompts, str):
       raise UserError("prompts must be a list, also of one string")
     count = len(prompts)
@@ -283,6 +284,7 @@ class Run:
     self.seed = np.asarray(seed, np.int32)
     self.force_reject = np.asarray(force_reject, bool)
     self.batch_size, self.on_round = batch_size, on_round
+    self.only = frozenset(range(count) if only is None else only)
     self.max_new = max(self.budgets, default=1)
     self.sequence = _per_prompt(
         "sequence_ids", range(count) if sequence_ids is None else sequence_ids, count)
@@ -326,6 +328,9 @@ class Run:
     # prompt's width depends on the prompt alone, or else its rounding would depend on its company.
     widths = (_narrow(size), size) if len(members) > B else (size,)
     width = lambda i: min(w for w in widths if w >= len(self.ids[i]))
+    members = [i for i in members if i in self.only]
+    if not members:
+      return
     capacity = size + self.max_new + self.program.draft_len + 1
     state = decode.init_state(self.program, self.params, B, capacity, self.max_new)
     queue, held = list(reversed(members)), [-1] * B

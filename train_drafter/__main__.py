@@ -5,13 +5,21 @@
   python -m train_drafter --config=configs/quickstart.py --workdir=runs/b --stage=evaluate
 
 Finished stages are reused, a stopped one goes on where it was. A folder that was made with another
-config is refused.
+config is refused. SIGTERM (preemption) ends a run with status 143 once its work is saved.
+
+Several processes make one run when each is started with --distributed, on hosts that see one work
+folder: generate, extract and train share the work, the other stages run in the first process.
+SLURM, GKE and TPU slices tell JAX who the processes are, elsewhere three flags do:
+
+  python -m train_drafter ... --distributed --coordinator_address=host0:8476 --num_processes=2 \
+    --process_id=0
 """
 
 import dataclasses
 import datetime
 import importlib
 import json
+import math
 import re
 import shlex
 import sys
@@ -25,11 +33,12 @@ from ml_collections import config_flags
 
 from spec_jax import command, platform
 from spec_jax.errors import UserError
-from train_drafter import config_file, manifest
+from train_drafter import config_file, distributed, manifest
 from train_drafter.progress import clock_text
 
 STAGES = ("prompts", "generate", "extract", "train", "evaluate", "export", "report")
 CHECKS = ("verify_store",)  # run by name alone
+TOGETHER = ("generate", "extract", "train")  # several processes share the work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +52,7 @@ class Options:
     overwrite: move stage folders of another config aside.
     profile: write a profiler trace while training.
     command: the command line, for the record.
+    joined: how the processes of the run find each other; None for a run of one process.
   """
 
   config: Any
@@ -51,6 +61,7 @@ class Options:
   overwrite: bool
   profile: bool
   command: str
+  joined: distributed.Options | None = None
 
 
 def define_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
@@ -77,6 +88,29 @@ def define_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
   flags.DEFINE_bool(
     "profile", False, "write a jax.profiler trace of a few training steps", flag_values=values
   )
+  flags.DEFINE_bool(
+    "distributed",
+    False,
+    "this is one of several processes of a run; SLURM, GKE, TPU slices and MPI say which, or the "
+    "three flags below; prompts, evaluate, export and report run in the first process alone",
+    flag_values=values,
+  )
+  flags.DEFINE_string(
+    "coordinator_address", "", "host:port of process 0, or $JAX_COORDINATOR_ADDRESS",
+    flag_values=values,
+  )
+  flags.DEFINE_integer(
+    "num_processes", 0, "processes of the run, or $JAX_NUM_PROCESSES", flag_values=values
+  )
+  flags.DEFINE_integer(
+    "process_id", -1, "number of this process, 0-based, or $JAX_PROCESS_ID", flag_values=values
+  )
+  flags.DEFINE_float(
+    "distributed_timeout_s",
+    distributed.TIMEOUT_S,
+    "seconds to wait for the other processes, at the start and where they must agree",
+    flag_values=values,
+  )
 
 
 def parse(argv: Sequence[str], values: flags.FlagValues) -> Options:
@@ -100,6 +134,11 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> Options:
       raise UserError(f"--{name} is needed")
   config_file.settle_tuples(values.config)
   stage = values.stage
+  joined = distributed.Options(
+    values.coordinator_address, values.num_processes, values.process_id,
+    values.distributed_timeout_s)
+  if not values.distributed and joined != distributed.Options(timeout_s=joined.timeout_s):
+    raise UserError("--coordinator_address, --num_processes and --process_id need --distributed")
   return Options(
     config=values.config,
     workdir=Path(values.workdir),
@@ -107,6 +146,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> Options:
     overwrite=values.overwrite,
     profile=values.profile,
     command=shlex.join(["python", "-m", "train_drafter", *argv[1:]]),
+    joined=joined if values.distributed else None,
   )
 
 
@@ -124,6 +164,13 @@ def execute(options: Options) -> None:
   config_lib.finalize(cfg)
   config_lib.validate(cfg)
   platform.configure()
+  with distributed.leaving_on_sigterm(), distributed.running(options.joined):
+    _execute(cfg, options)
+
+
+def _execute(cfg: Any, options: Options) -> None:
+  distributed.agree("--stage", list(options.stages))
+  distributed.agree("the config", manifest.stage_hash(dataclasses.asdict(cfg), {})[:12])
   _check_mesh(cfg)
   if "prompts" in options.stages:
     _check_target(cfg)
@@ -134,15 +181,20 @@ def execute(options: Options) -> None:
   except OSError as error:
     raise UserError(f"--workdir={options.workdir}: {error.strerror}") from error
   record = options.workdir / "config.json"
-  if not record.exists():
+  if distributed.is_primary() and not record.exists():
     _write_record(record, cfg, options)
+  distributed.barrier("--workdir")
+  if not record.exists():
+    raise UserError(f"--workdir={options.workdir}: process {distributed.index()} does not see what "
+                    "process 0 wrote there; all processes need one folder")
   for stage in options.stages:
     if stage == "extract" and options.stages == STAGES and not _reads_features(cfg):
       continue
     began = time.monotonic()
     folder = _run_stage(stage, cfg, options)
     # Only now: a refused run leaves the record of the run that made the folder.
-    _write_record(record, cfg, options)
+    if distributed.is_primary():
+      _write_record(record, cfg, options)
     print(f"{stage}: {clock_text(time.monotonic() - began)}  {folder}", flush=True)
 
 
@@ -170,6 +222,17 @@ def _check_target(cfg: Any) -> None:
 
 
 def _run_stage(stage: str, cfg: Any, options: Options) -> Path:
+  """Runs a stage in all processes, or in the first one while the others wait."""
+  if stage in TOGETHER:
+    return _run_here(stage, cfg, options)
+  if distributed.is_primary():
+    with distributed.alone():
+      _run_here(stage, cfg, options)
+  distributed.barrier(f"stage {stage}", math.inf)  # as long as the first process lives
+  return options.workdir / stage
+
+
+def _run_here(stage: str, cfg: Any, options: Options) -> Path:
   module = importlib.import_module(f"train_drafter.{stage}")
   folder = options.workdir / stage
   try:
@@ -177,15 +240,19 @@ def _run_stage(stage: str, cfg: Any, options: Options) -> Path:
   except manifest.StaleStageError as stale:
     if not options.overwrite or stale.folder != folder:
       raise
-    aside = manifest.set_aside(stale.folder)
-    print(f"{stage}: the old folder is now {aside}", flush=True)
+    distributed.barrier(f"{stage}: --overwrite")  # all have seen the old folder
+    if distributed.is_primary():
+      aside = manifest.set_aside(stale.folder)
+      print(f"{stage}: the old folder is now {aside}", flush=True)
+    distributed.barrier(f"{stage}: the old folder is moved")
   except UserError:
-    manifest.withdraw(folder)
+    if distributed.is_primary():
+      manifest.withdraw(folder)
     raise
   try:
     return module.run(cfg, options.workdir)
   except UserError:
-    if manifest.withdraw(folder):
+    if distributed.is_primary() and manifest.withdraw(folder):
       aside.rename(folder)
       print(f"{stage}: nothing was made, so the old folder is {folder} again", flush=True)
     raise

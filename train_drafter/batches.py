@@ -4,7 +4,7 @@ the same samples. Called by train.py."""
 import copy
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 
 import ml_dtypes
@@ -81,7 +81,8 @@ class Packer:
 
   def __init__(
       self, documents: Sequence[Document], *, rows: int, seq_len: int, chunk: int, seed: int,
-      pad_id: int = 0, features: int = 0):
+      pad_id: int = 0, features: int = 0,
+      own: Callable[[int], np.ndarray] = lambda size: np.ones(size, bool)):
     """Packs for training (`batch(step)`) or, in order, for validation (`in_order()`).
 
     Args:
@@ -92,9 +93,12 @@ class Packer:
       seed: of the order.
       pad_id: id of the places that hold nothing.
       features: F, width of the features that batches hold; 0 for none.
+      own: which entries of an axis of rows or supervised positions this process needs. States of
+        the others are not read and stay zero; what a batch is made of depends on no process.
     """
     self.documents, self.rows, self.seq_len, self.seed = documents, rows, seq_len, seed
-    self.pad_id, self.features = pad_id, features
+    self.pad_id, self.features, self.own = pad_id, features, own
+    self._empty: dict[str, np.ndarray] = {}  # name -> no rows of what a teacher has
     supervised = sum(d.supervised for d in documents)
     share = supervised / sum(len(d.tokens) for d in documents)
     # The supervised positions of a row are bounded near their mean share, so that the buffer of a
@@ -119,6 +123,7 @@ class Packer:
     """A batch of other documents, in the same shapes; what finds no place in it is left out."""
     most = self.row_supervised
     other = copy.copy(self)
+    other._empty = {}
     other.documents = [d if d.supervised <= most else d.cut(d.first + 1 + most) for d in documents]
     return other._arrays(other._pack(range(len(documents)))[:self.rows])
 
@@ -168,7 +173,10 @@ class Packer:
 
   def _arrays(self, rows: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
     R, T, M = self.rows, self.seq_len, self.places
-    teacher = {i: self.documents[i].teacher() for row in rows for i in row}
+    own_rows, own_places = self.own(R), self.own(M)
+    if not self._empty:
+      some = self.documents[rows[0][0]].teacher()
+      self._empty = {name: value[:0] for name, value in some.items()}
     out = {
         "tokens": np.full((R, T), self.pad_id, np.int32),
         "positions": np.zeros((R, T), np.int32),
@@ -181,7 +189,7 @@ class Packer:
         "temperature": np.full(M, -1.0, np.float32),
     }
     out |= {name: np.zeros((M, value.shape[1]), value.dtype)
-            for name, value in next(iter(teacher.values())).items()}
+            for name, value in self._empty.items()}
     if self.features:
       out["features"] = np.zeros((R, T, self.features), ml_dtypes.bfloat16)
     m = 0
@@ -199,10 +207,11 @@ class Packer:
         out["temperature"][new] = d.temperature
         out["teacher"][r, at + d.first:at + d.first + d.supervised] = np.arange(
             m, m + d.supervised)
-        if self.features:
+        if self.features and own_rows[r]:
           out["features"][r, at:at + n] = d.features()
-        for name, value in teacher[i].items():
-          out[name][new] = value
+        if own_places[new].any():
+          for name, value in d.teacher().items():
+            out[name][new] = value
         out["logsumexp"][new] = d.logsumexp
         out["best"][new] = d.best
         at, m = at + n, m + d.supervised

@@ -20,6 +20,9 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from spec_jax.errors import UserError
+from train_drafter import distributed
+
+_AGREE_STEPS = 4  # steps between two agreements of several processes whether to stop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +203,7 @@ def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
   """The abstract form of `leaf`; without a sharding Orbax would pad or cut shapes silently."""
   sharding = getattr(leaf, "sharding", None)
   if sharding is None:
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
@@ -216,7 +219,8 @@ class GracefulExit:
         stop.leave()
 
   A signal during compilation or a step is seen when that call returns. A second Ctrl-C interrupts
-  at once. Usable in the main thread only, as Python's signal handlers are.
+  at once. Usable in the main thread only, as Python's signal handlers are. In a run of several
+  processes a signal to one comes to all, not at the same time.
   """
 
   signum = 0
@@ -235,11 +239,37 @@ class GracefulExit:
     return self.signum != 0
 
   def leave(self) -> NoReturn:
-    """Ends the process with the status a shell gives for the signal, 128 + its number."""
-    raise SystemExit(128 + self.signum)
+    """Ends the process with the status a shell gives for the signal, 128 + its number; that of
+    SIGTERM where only another process has heard it so far."""
+    raise SystemExit(128 + (self.signum or signal.SIGTERM))
+
+  def agreed(self, step: int, *, late: bool) -> tuple[bool, bool]:
+    """Whether a signal has come, and whether it is late: for any process, at one step for all.
+
+    Args:
+      step: steps done; of several processes it is asked every few of them, which all wait for.
+      late: whether time is up for this process.
+    """
+    if distributed.count() == 1:
+      return self.requested, late
+    if step % _AGREE_STEPS:
+      return False, False
+    told, late = distributed.most(self.requested, late)
+    return bool(told), bool(late)
+
+  def leave_together(self, where: str) -> None:
+    """Waits for the other processes, and leaves if any of them was told to.
+
+    Args:
+      where: the place, for the message of who is missing.
+    """
+    if any(distributed.gather(where, self.requested, math.inf)):
+      print(f"{where.partition(':')[0]}: stopped; the same command goes on from here", flush=True)
+      self.leave()
 
   def _note(self, signum: int, frame: Any) -> None:
     del frame
     if signum == signal.SIGINT and self.signum == signal.SIGINT:
       raise KeyboardInterrupt
     self.signum = signum
+    distributed.tell(signum)

@@ -68,6 +68,7 @@ class FeaturesConfig:
   batch_rows: int = 8  # rows the target re-reads at once
   seq_len: int = 512  # tokens of such a row
   verify_documents: int = 8  # documents that verify_store compares
+  delete_used: bool = False  # remove the stored features once a drafter was trained on them
 
 
 @dataclass(slots=True)

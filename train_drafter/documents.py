@@ -19,6 +19,7 @@ from flax import nnx
 from spec_jax import sampling, sharding
 from spec_jax.errors import UserError
 from spec_jax.target import Target
+from train_drafter import distributed
 from train_drafter.batches import Document
 from train_drafter.config import Config, GenerateConfig
 from train_drafter.generate import Answer
@@ -61,7 +62,8 @@ def prepare(
     scored = _kept_statistics(path, [d for _, d in whole])
   if not scored:
     scored = list(teacher_statistics([d for _, d in whole], target, cfg))
-    _keep_statistics(path, [d for _, d in whole], scored)
+    if distributed.is_primary():
+      _keep_statistics(path, [d for _, d in whole], scored)
   for (prompt, d), (lse, best) in zip(whole, scored, strict=True):
     d = dataclasses.replace(d, logsumexp=lse, best=best).cut(cfg.train.seq_len)
     if d.supervised > 0:
@@ -86,8 +88,9 @@ def prepare(
   if not kept:
     raise UserError(f"train.validation={cfg.train.validation} leaves none of {len(documents)} "
                     "answers to train")
-  if ids is not None and not (folder / "draft_ids.npy").exists():
-    np.save(folder / "draft_ids.npy", ids)
+  with distributed.primary_first("train: draft vocabulary"):
+    if ids is not None and not (folder / "draft_ids.npy").exists():
+      np.save(folder / "draft_ids.npy", ids)
   return kept, held, {
       "documents": len(documents), "held_out": len(held), "dropped": dropped,
       "draft_vocab_coverage": coverage,

@@ -3,9 +3,11 @@
 Reads `generate/`; writes `extract/`, a feature store of parts (see store.py), or with
 features.mode=online its manifest alone. A part appears in one piece; a stage that was stopped goes
 on with the parts that are missing, and the cut into parts depends on the answers alone, so that it
-ends with the same store. train.py reads it with `open_features`.
+ends with the same store. Of several processes each writes its share of the parts. train.py reads it
+with `open_features`.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +26,14 @@ from spec_jax.errors import UserError
 from spec_jax.models.decoder import Decoder
 from spec_jax.target import Target
 from train_drafter import config as config_lib
-from train_drafter import manifest, placement, store
+from train_drafter import distributed, manifest, placement, store
+from train_drafter.checkpoint import GracefulExit
 from train_drafter.config import Config
 from train_drafter.generate import load_answers, target_id
 from train_drafter.progress import Bar
 
 STAGE = "extract"
+NOT_STORED = ("features.verify_documents", "features.delete_used")  # fields no store depends on
 _SCORE_ROWS = 256  # positions whose logits exist at once
 _MASS_DOCUMENTS = 64  # read back for the mean mass that the top k hold
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -93,7 +97,7 @@ def run(cfg: Config, workdir: Path) -> Path:
     raise UserError(f"features.topk={cfg.features.topk} is larger than the target's vocabulary of "
                     f"{target.config.vocab_real} ids")
   # The taps and not the drafter: drafters that read the same layers share a store.
-  part = config_lib.part(cfg, "features", without=("features.verify_documents",))
+  part = config_lib.part(cfg, "features", without=NOT_STORED)
   opened = manifest.begin(
       folder, stage=STAGE, config={**part, "taps": list(taps)}, inputs={"generate": source},
       target=target_id(target))
@@ -355,8 +359,11 @@ def _write_parts(cfg: Config, target: Target, taps: tuple[int, ...], sources: Se
   topk = options.topk if options.mode == "topk" else 0
   names = array_names(options.mode, taps)
   lengths = [len(s.tokens) for s in sources]
+  width = store.bytes_per_token(
+      options.mode, hidden_size=target.config.hidden_size, num_taps=len(taps), topk=topk)
   parts = cut_into_parts(lengths, options.shard_tokens)
-  store.remove_unfinished(folder)
+  if distributed.is_primary():
+    store.remove_unfinished(folder)
   missing = []
   for number, members in enumerate(parts):
     path = store.part_folder(folder, number)
@@ -364,18 +371,32 @@ def _write_parts(cfg: Config, target: Target, taps: tuple[int, ...], sources: Se
       _check_part(path, names, [sources[i] for i in members])
     else:
       missing.append(number)
-  left = sum(lengths[i] for number in missing for i in parts[number])
-  with Bar("extract", total=sum(lengths), start=sum(lengths) - left) as bar:
-    for number in missing:
-      arrays = part_arrays(
-          target, [sources[i] for i in parts[number]], taps, rows=options.batch_rows,
-          seq_len=options.seq_len, topk=topk, advance=lambda n: bar.advance(n, amount=n))
-      store.write_part(store.part_folder(folder, number), arrays)
-  width = store.bytes_per_token(
-      options.mode, hidden_size=target.config.hidden_size, num_taps=len(taps), topk=topk)
+  tokens_of = lambda numbers: sum(lengths[i] for number in numbers for i in parts[number])
+  distributed.agree(f"{STAGE}: parts that are missing", missing)  # before any is written
+  store.check_space(folder, tokens_of(missing), width, options.mode)
+  own = distributed.share(missing)
+  with GracefulExit() as stop:
+    there = sum(lengths) - tokens_of(missing)
+    with Bar("extract", total=there + tokens_of(own), start=there) as bar, \
+        contextlib.suppress(_Told):
+      def advance(tokens: int) -> None:
+        bar.advance(tokens, amount=tokens)
+        if stop.requested:
+          raise _Told  # a part is short against a run, so what there is of it is dropped
+
+      for number in own:
+        arrays = part_arrays(
+            target, [sources[i] for i in parts[number]], taps, rows=options.batch_rows,
+            seq_len=options.seq_len, topk=topk, advance=advance)
+        store.write_part(store.part_folder(folder, number), arrays)
+    stop.leave_together(f"{STAGE}: all parts")
   return {
       "parts": len(parts), "arrays": list(names), "topk": topk, "bytes_per_token": width,
       "last_hidden": store.NOT_KEPT if topk else store.AFTER_FINAL_NORM}
+
+
+class _Told(Exception):
+  """A signal came."""
 
 
 def _check_part(path: Path, names: Sequence[str], sources: Sequence[Source]) -> None:

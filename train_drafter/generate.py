@@ -3,12 +3,15 @@
 Reads `prompts/prompts.jsonl`; writes `generate/part-NNNNN.npz` with the token ids, the length of
 each prompt, and the target's final hidden state behind every answered token (the teacher: its
 logits are the head times that state), and `responses.jsonl` with the text. A part is written in one
-piece; a stage that was stopped goes on with the prompts that no part holds.
+piece; a stage that was stopped goes on with the prompts that no part holds. Of several processes
+each answers its share of the prompts and writes parts of its own.
 """
 
 import dataclasses
+import itertools
 import json
 import os
+import shutil
 import time
 import zipfile
 import zlib
@@ -23,7 +26,8 @@ from spec_jax.generate import Finished, Run, encode_prompt
 from spec_jax.models.config import DecoderConfig
 from spec_jax.target import Target
 from train_drafter import config as config_lib
-from train_drafter import manifest, placement
+from train_drafter import distributed, manifest, placement
+from train_drafter.checkpoint import GracefulExit
 from train_drafter.config import Config
 from train_drafter.progress import Bar
 from train_drafter.prompts import evaluation_set
@@ -160,36 +164,62 @@ def _answer_all(cfg: Config, target: Target, prompts: Sequence[dict], folder: Pa
         f"{target.config.max_position} tokens")
   heat = lambda k: options.temperatures[(jobs[k][0] + jobs[k][1]) % len(options.temperatures)]
   done = {a.job for path in folder.glob("part-*.npz") for a in _read_part(path)}
-  todo = [k for k in fits if k not in done]
+  parts = _own_parts(folder)
+  distributed.agree("generate: answers that are there", len(done))  # before any are added
+  todo = distributed.share([i for i, k in enumerate(fits) if k not in done])
   work = Run(
-      target, None, [ids[jobs[k][0]] for k in todo], draft_len=0,
-      temperature=[heat(k) for k in todo], top_p=options.top_p, top_k=options.top_k,
+      target, None, [ids[jobs[k][0]] for k in fits], draft_len=0,
+      temperature=[heat(k) for k in fits], top_p=options.top_p, top_k=options.top_k,
       max_new_tokens=options.max_new_tokens, seed=options.seed, batch_size=options.batch_size,
-      sequence_ids=todo, keep_hidden=True)
-  part = len(list(folder.glob("part-*.npz")))
+      sequence_ids=fits, keep_hidden=True, only=todo)
+  _warn_of_space(folder, sum(work.budgets[i] for i in todo) * distributed.count(), target)
   waiting: list[Answer] = []
-  try:
-    with Bar("generate", total=len(fits), start=len(done), budget=options.budget_s) as bar:
-      for row in _within_budget(work, options.budget_s):
-        k, asked = todo[row.index], work.ids[row.index]
-        waiting.append(Answer(
-            k, jobs[k][0], np.asarray(asked + row.tokens, np.int32), len(asked),
-            row.hidden.astype(ml_dtypes.bfloat16), heat(k)))
-        bar.advance(1, amount=len(row.tokens))
-        if len(waiting) == _PART_ROWS:
-          _write_part(folder / f"part-{part:05d}.npz", waiting)
-          waiting, part = [], part + 1
-  finally:  # also on an interrupt
-    if waiting:
-      _write_part(folder / f"part-{part:05d}.npz", waiting)
+  with GracefulExit() as stop:
+    try:
+      with Bar("generate", total=len(done) + len(todo), start=len(done),
+               budget=options.budget_s) as bar:
+        for row in _within_budget(work, options.budget_s):
+          k, asked = fits[row.index], work.ids[row.index]
+          waiting.append(Answer(
+              k, jobs[k][0], np.asarray(asked + row.tokens, np.int32), len(asked),
+              row.hidden.astype(ml_dtypes.bfloat16), heat(k)))
+          bar.advance(1, amount=len(row.tokens))
+          if len(waiting) == _PART_ROWS:
+            _write_part(next(parts), waiting)
+            waiting = []
+          if stop.requested:
+            break
+    finally:  # also on an interrupt
+      if waiting:
+        _write_part(next(parts), waiting)
+    # No time-out: a share may take longer than another.
+    stop.leave_together(f"{STAGE}: all answers")
   answers = load_answers(folder)
-  _write_texts(folder, target, prompts, jobs, answers)
+  if distributed.is_primary():
+    _write_texts(folder, target, prompts, jobs, answers)
   return {
       "answers": len(answers),
       "answer_tokens": int(sum(len(a.tokens) - a.prompt_len for a in answers)),
       "prompt_tokens": int(sum(a.prompt_len for a in answers)),
       "prompt_too_long": len(jobs) - len(fits),
       "unanswered": len(fits) - len(answers)}
+
+
+def _warn_of_space(folder: Path, tokens: int, target: Target) -> None:
+  """Says so when `tokens` answered tokens, the most there can be, may fill the disk. No refusal:
+  how long answers are is not known before."""
+  need = tokens * (2 * target.config.hidden_size + 4)
+  free = shutil.disk_usage(folder).free
+  if need > free and distributed.is_primary():
+    print(f"{STAGE}: answers of full length would need {need / 1e9:,.1f} GB and {free / 1e9:,.1f} "
+          "GB are free; finished parts stay when the disk is full", flush=True)
+
+
+def _own_parts(folder: Path) -> Iterator[Path]:
+  """Names for the parts that this process adds to those that are there: each has one writer."""
+  found = [int(path.stem.removeprefix("part-")) for path in folder.glob("part-*.npz")]
+  numbers = itertools.count(max(found, default=-1) + 1 + distributed.index(), distributed.count())
+  return map(lambda number: folder / f"part-{number:05d}.npz", numbers)
 
 
 def _within_budget(work: Run, budget_s: float) -> Iterator[Finished]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_jax.errors import UserError
+from train_drafter import distributed
 
 FILE = "manifest.json"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
@@ -193,6 +194,12 @@ def begin(
     git_commit=_git_commit(),
     created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
   )
+  with distributed.primary_first(f"{stage}: its folder"):
+    return _open(folder, wanted)
+
+
+def _open(folder: Path, wanted: Manifest) -> Manifest:
+  """The manifest in a folder, which must be as wanted; writes it where there is none."""
   if (folder / FILE).exists():
     found = Manifest.load(folder)
     if found.hash != wanted.hash:
@@ -227,7 +234,9 @@ def finish(
   found = sorted(path for path in folder.glob(files) if path.is_file()) if files else []
   sizes = {str(path.relative_to(folder)): path.stat().st_size for path in found}
   done = dataclasses.replace(manifest, counts=dict(counts), complete=True, files=sizes)
-  done.save(folder)
+  if distributed.is_primary():
+    done.save(folder)
+  distributed.barrier(f"{manifest.stage}: finished")
   return done
 
 

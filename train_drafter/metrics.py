@@ -16,6 +16,7 @@ import tensorboardX
 from jaxtyping import Array, Float
 
 from spec_jax.errors import UserError
+from train_drafter import distributed
 from train_drafter.batches import Packer
 
 
@@ -77,9 +78,13 @@ def _step_of(line: str) -> float:
 
 
 class MetricLog:
-  """metrics.jsonl and TensorBoard; a resumed run drops what lies behind its checkpoint."""
+  """metrics.jsonl and TensorBoard, written by the first process; a resumed run drops what lies
+  behind its checkpoint."""
 
   def __init__(self, folder: Path, step: int):
+    self._began, self._file = time.monotonic(), None
+    if not distributed.is_primary():
+      return
     self.path = folder / "metrics.jsonl"
     lines = self.path.read_text().splitlines(True) if self.path.exists() else []
     # A killed process may have left a part of a line.
@@ -87,7 +92,6 @@ class MetricLog:
     self.path.write_text("".join(kept))
     self._file = open(self.path, "a", buffering=1)
     self._board = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-    self._began = time.monotonic()
 
   def step(self, step: int, sums: dict, setup: Any, packer: Packer) -> str:
     """Writes the metrics of a step (by now computed); returns the progress note.
@@ -123,10 +127,13 @@ class MetricLog:
 
   def close(self) -> None:
     """Flushes both files."""
-    self._file.close()
-    self._board.close()
+    if self._file is not None:
+      self._file.close()
+      self._board.close()
 
   def _write(self, step: int, split: str, row: dict) -> None:
+    if self._file is None:
+      return
     seconds = round(time.monotonic() - self._began, 2)
     self._file.write(json.dumps({"step": step, "split": split, "seconds": seconds, **row}) + "\n")
     for name, value in row.items():

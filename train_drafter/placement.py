@@ -3,9 +3,13 @@
 Called by the stages; spec_jax/sharding.py has the table and what it means.
 """
 
+import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -23,7 +27,8 @@ def mesh_of(cfg: Config, own: bool = False) -> Mesh | None:
   Args:
     cfg: of the run.
     own: for a stage that shares its work out, each process deciding for itself: the part of the
-      mesh on the devices of this process, `data` being what fsdp and tensor leave of them.
+      mesh on the devices of this process, `data` being what fsdp and tensor leave of them. Sizes
+      that reach over processes are cut to what divides the devices of one.
 
   Raises:
     UserError: it does not fit the devices that exist.
@@ -33,7 +38,10 @@ def mesh_of(cfg: Config, own: bool = False) -> Mesh | None:
     mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor)
     return None if mesh.size == 1 else mesh
   if own:
-    mesh = sharding.make_mesh(-1, sizes.fsdp, sizes.tensor, jax.local_devices())
+    devices = jax.local_devices()
+    tensor = math.gcd(sizes.tensor, len(devices))
+    fsdp = math.gcd(sizes.fsdp, len(devices) // tensor)
+    mesh = sharding.make_mesh(-1, fsdp, tensor, devices)
     return None if mesh.size == 1 else mesh
   data = -1 if (sizes.data, sizes.fsdp, sizes.tensor) == (1, 1, 1) else sizes.data
   return sharding.make_mesh(data, sizes.fsdp, sizes.tensor)
@@ -48,6 +56,19 @@ def load_target(cfg: Config, dtype: str, own: bool = True) -> Target:
     own: as in `mesh_of`; False for the stage that all processes run together (train).
   """
   return spec_jax.load_target(cfg.target.source, dtype=dtype, mesh=mesh_of(cfg, own))
+
+
+def own_rows(mesh: Mesh | None) -> Callable[[int], np.ndarray]:
+  """Which entries of an axis of rows lie on devices of this process, as a mask of its size."""
+  @functools.cache
+  def own(size: int) -> np.ndarray:
+    found = np.full(size, mesh is None)
+    if mesh is not None:
+      where = sharding.row_sharding((size,), mesh)
+      for index, in where.addressable_devices_indices_map((size,)).values():
+        found[index] = True
+    return found
+  return own
 
 
 def start(

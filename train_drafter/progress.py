@@ -12,6 +12,8 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from train_drafter import distributed
+
 _TERMINAL_REFRESH = 0.2  # seconds between two updates of the bar
 
 
@@ -54,10 +56,11 @@ class Bar:
       unit: what `amount` counts; the rate is in units per second.
       budget: seconds after which the work ends, whatever is done; 0 for none.
       interval: seconds between two lines where the stream is no terminal.
-      stream: where to print; standard output, or nowhere inside pytest.
+      stream: where to print; standard output, or nowhere inside pytest and in processes other than
+        the first.
       clock: seconds; a test passes its own.
     """
-    if stream is None and "PYTEST_CURRENT_TEST" not in os.environ:
+    if stream is None and "PYTEST_CURRENT_TEST" not in os.environ and distributed.is_primary():
       stream = sys.stdout
     self.title, self.total, self.start, self.done = title, total, start, start
     self.unit, self.amount, self.note = unit, 0.0, ""

@@ -21,7 +21,7 @@ import tensorstore as ts
 from jaxtyping import Array, Float
 
 from spec_jax.errors import UserError
-from train_drafter import manifest
+from train_drafter import distributed, manifest
 
 AFTER_FINAL_NORM = "after_final_norm"
 NOT_KEPT = "not_kept"
@@ -206,6 +206,9 @@ def open_store(folder: Path) -> Store:
   except KeyError as error:
     raise UserError(f"{folder}: its manifest has no {error.args[0]!r}; remove {folder} and run "
                     "--stage=extract again") from None
+  if parts and not any(part_folder(folder, i).exists() for i in range(parts)):
+    raise UserError(f"{folder}: its parts are gone (features.delete_used removes them after "
+                    f"training); remove {folder} and run --stage=extract again")
   documents = [d for i in range(parts) for d in read_part(part_folder(folder, i), names)]
   return Store(folder, mode, taps, size, topk, tuple(documents))
 
@@ -270,6 +273,18 @@ def remove_unfinished(folder: Path) -> None:
     shutil.rmtree(path)
 
 
+def remove_parts(folder: Path) -> None:
+  """Removes the parts of a store that is not needed any more (features.delete_used). A store that a
+  sweep shares (a link) stays: its other cells may still read it."""
+  parts = sorted(folder.glob("part-*"))
+  if folder.is_symlink():
+    print(f"{folder}: is shared, so its {len(parts)} parts stay", flush=True)
+  elif distributed.is_primary():
+    for path in parts:
+      shutil.rmtree(path)
+    print(f"{folder}: {len(parts)} used parts removed", flush=True)
+
+
 def bytes_per_token(mode: str, *, hidden_size: int, num_taps: int, topk: int = 64) -> int:
   """What one token takes on disk, without the index of documents.
 
@@ -284,6 +299,26 @@ def bytes_per_token(mode: str, *, hidden_size: int, num_taps: int, topk: int = 6
   token_and_mask, features = 4 + 1, 2 * num_taps * hidden_size
   teacher = topk * (4 + 4) + 4 if mode == "topk" else 2 * hidden_size
   return token_and_mask + features + teacher
+
+
+def check_space(folder: Path, tokens: int, width: int, mode: str) -> None:
+  """Refuses to begin a store that the disk cannot hold.
+
+  Args:
+    folder: of the store, which exists.
+    tokens: still to be written.
+    width: bytes of a token, as `bytes_per_token` has it.
+    mode: features.mode, for the message.
+
+  Raises:
+    UserError: names both sizes.
+  """
+  free = shutil.disk_usage(folder).free
+  if tokens * width > free:
+    raise UserError(
+        f"{folder}: {tokens:,} tokens of {width:,} bytes (features.mode={mode!r}) need "
+        f"{tokens * width / 1e9:,.1f} GB and {free / 1e9:,.1f} GB are free; features.mode='online' "
+        "stores nothing, 'topk' less")
 
 
 def alpha_bounds(

@@ -28,7 +28,7 @@ from spec_jax.models.decoder import linear
 from spec_jax.target import Target
 from spec_jax.types import pytree
 from train_drafter import config as config_lib
-from train_drafter import losses, manifest, metrics, placement, replay
+from train_drafter import distributed, losses, manifest, metrics, placement, replay, store
 from train_drafter.batches import Ahead, Packer
 from train_drafter.checkpoint import Checkpoints, GracefulExit
 from train_drafter.config import Config, TrainConfig
@@ -125,10 +125,12 @@ def run(cfg: Config, workdir: Path) -> Path:
   module = initial_drafter(cfg, target, draft_vocabulary(folder))
   pack = functools.partial(
       Packer, rows=cfg.train.batch_rows, seq_len=cfg.train.seq_len, chunk=cfg.train.chunk,
-      seed=cfg.train.seed, pad_id=max(target.config.pad_id, 0),
+      seed=cfg.train.seed, pad_id=max(target.config.pad_id, 0), own=placement.own_rows(target.mesh),
       features=len(module.taps) * target.config.hidden_size if stored else 0)
   result = fit(cfg, target, module, pack(kept), pack(held).in_order(), folder, began)
   manifest.finish(folder, opened, counts | result, "drafter/*")
+  if stored and cfg.features.delete_used:
+    store.remove_parts(workdir / "extract")
   return folder
 
 
@@ -335,6 +337,7 @@ def validate(setup: Setup, params: Any, target_params: Any, batches: Iterable[di
 def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path, began: float):
   """Trains for the planned steps and writes the best drafter; returns counts for the manifest."""
   steps = planned_steps(cfg, target, module, packer, folder, began)
+  distributed.agree("train: answers and steps", [len(packer.documents), len(held), steps])
   setup, state = make_setup(cfg, target, module, steps)
   every = cfg.train.eval_every or max(1, steps // 10)
   own = OnPolicy(cfg, target, packer) if cfg.train.on_policy_fraction else None
@@ -365,8 +368,8 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
         note = None if last is None else log.step(*last, setup, packer)
         last = (step, sums)
         bar.advance(1, amount=float(batch["weight"].sum()), note=note)
-        late = time.monotonic() > deadline and step - first >= _LEAST_STEPS
-        stopping = stop.requested
+        stopping, late = stop.agreed(
+            step, late=time.monotonic() > deadline and step - first >= _LEAST_STEPS)
         due = step % every == 0 or step == steps or late
         if due or stopping:  # what a checkpoint holds is also in the log
           log.step(*last, setup, packer)
@@ -396,7 +399,8 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
     best = saved.restore(state, step=saved.best_step)
   final = nnx.merge(setup.graph, *jax.tree.map(
       jnp.asarray, sharding.fetch((best.state.params, setup.frozen))))
-  drafters.save_drafter(folder / "drafter", final, target, step=best.step)
+  if distributed.is_primary():
+    drafters.save_drafter(folder / "drafter", final, target, step=best.step)
   record = best.extra["best"]
   print(f"{STAGE}: best step {best.step}, validation alpha {record['alpha']:.3f}, "
         f"greedy match {record['greedy_match']:.3f}" + (
@@ -416,7 +420,7 @@ def planned_steps(cfg, target, module, packer: Packer, folder: Path, began: floa
   if cfg.train.steps:
     return cfg.train.steps
   path = folder / "plan.json"
-  if path.exists():
+  if distributed.from_primary("train: plan", path.exists()):
     try:
       return int(json.loads(path.read_text())["steps"])
     except (ValueError, TypeError, KeyError):
@@ -432,8 +436,10 @@ def planned_steps(cfg, target, module, packer: Packer, folder: Path, began: floa
     times.append(time.monotonic() - clock)
   second = float(np.median(times[1:]))
   left = cfg.train.budget_s - (time.monotonic() - began)
-  steps = max(_LEAST_STEPS, int(0.92 * left / second))
-  manifest.write_json(path, {"steps": steps, "seconds_per_step": second})
+  steps = distributed.from_primary(
+      "train: planned steps", max(_LEAST_STEPS, int(0.92 * left / second)))
+  if distributed.is_primary():
+    manifest.write_json(path, {"steps": steps, "seconds_per_step": second})
   if steps * second > left:
     print(f"{STAGE}: train.budget_s={cfg.train.budget_s:g} is short for reading, compiling and "
           f"{_LEAST_STEPS} steps of {second:.3f} s; it takes these steps all the same", flush=True)

@@ -24,7 +24,7 @@ from spec_jax.models.config import DecoderConfig
 from spec_jax.models.moe import experts, route
 from spec_jax.types import Cache, DecoderOutput
 
-NEG_INF = jnp.float32(-jnp.inf)
+NEG_INF = np.float32(-np.inf)  # of numpy: an array of JAX would start its backend at import
 
 
 @jax.custom_vjp

@@ -57,6 +57,11 @@ def test_gpu_nodes():
   assert job["spec"]["replicatedJobs"][0]["template"]["spec"]["parallelism"] == 4
   assert "labels" not in job["metadata"] and "volumes" not in pod
   assert job["metadata"]["name"] == "big"
+  said = {e["name"]: e.get("value") or e["valueFrom"] for e in pod["containers"][0]["env"]}
+  assert said["JAX_COORDINATOR_ADDRESS"] == "big-host-0-0.big:8476"
+  assert said["JAX_NUM_PROCESSES"] == "4"
+  assert "completion-index" in said["JAX_PROCESS_ID"]["fieldRef"]["fieldPath"]
+  assert "env" not in pod_of(gke.job_set(TPU, "a", WORDS))["containers"][0]
 
 
 @pytest.mark.parametrize("accelerator, topology, shape", [
@@ -115,8 +120,9 @@ def test_a_sweep_prints_a_job_for_each_cell(capsys, monkeypatch):
   assert not Path("out").exists()
   values.unparse_flags()
   values([*argv[:-2], "--gke_topology=2x2x2", argv[-1]])
-  with pytest.raises(UserError, match="one process so far"):
-    sweep.execute(values)
+  assert sweep.execute(values) == 0  # two hosts for each cell
+  jobs = list(yaml.safe_load_all(capsys.readouterr().out))
+  assert pod_of(jobs[0])["containers"][0]["command"] == [*words, "--distributed"]
 
 
 def unknown_or_wrong(value, schema, where=""):

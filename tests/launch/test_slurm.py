@@ -1,16 +1,22 @@
 """sbatch scripts as text, and the cells of a sweep on a real cluster of one node."""
 
+import pickle
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from launch import cell as cell_lib
 from launch import slurm, status
 from spec_jax.errors import UserError
 from tests.launch import cluster, fakes
+from tests.train_drafter import processes, tiny_run
+from train_drafter import generate, prompts, train
 
 
 def directives(script):
@@ -54,9 +60,11 @@ def test_without_slurm_the_program_is_named(monkeypatch):
     slurm.submit("#!/bin/bash\n")
 
 
-def test_a_cell_of_several_processes_is_refused(tmp_path):
-  with pytest.raises(UserError, match="one process so far"):
-    slurm.launch(slurm.Options(nodes=2), tmp_path, ["a"], "x")
+def test_a_cell_of_several_processes_is_joined(tmp_path):
+  script = slurm.array_script(slurm.Options(nodes=2, processes=4), tmp_path, ["a"], "x")
+  line = next(line for line in script.splitlines() if "launch.cell" in line)
+  assert line.endswith(" --distributed") and "--ntasks=8" in script
+  assert "--distributed" not in slurm.array_script(slurm.Options(), tmp_path, ["a"], "x")
 
 
 @pytest.fixture
@@ -124,6 +132,39 @@ def test_a_sweep_on_a_cluster(slurm_env, tmp_path, capsys):
   assert [m for m in made if m[:2] == ["train", slow]] == [["train", slow, "resumed"]]
   # Both of loss=tv have prompts of their own (their behaviour is told there); each was made once.
   assert sorted(m[0] for m in made if m[1] == slow) == ["evaluate", "generate", "prompts", "train"]
+
+
+def test_training_on_two_processes_is_preempted_and_goes_on(slurm_env, tmp_path, monkeypatch):
+  """One of two tasks is told to stop in a step: both stop at the same one, the job requeues itself,
+  and ends with the parameters of a run of one process."""
+  cfg = tiny_run.make_config(tmp_path)
+  cfg.train.steps, cfg.train.eval_every = 12, 6
+  (tmp_path / "cfg.pickle").write_bytes(pickle.dumps(cfg))
+  workdir, one = tmp_path / "run", tmp_path / "one"
+  for stage in (prompts, generate):
+    stage.run(cfg, workdir)
+  shutil.copytree(workdir, one)
+  train.run(cfg, one)
+  monkeypatch.chdir(processes.ROOT)
+  for name, value in processes.environment().items():
+    monkeypatch.setenv(name, value)
+  words = [sys.executable, "-m", "tests.train_drafter.one_process", f"--workdir={workdir}",
+           f"--config={tmp_path / 'cfg.pickle'}", "--stages=train", "--told_at=4", "--told=1"]
+  options = slurm.Options(processes=2, extra="--mem=20")
+  job = slurm.submit(slurm.command_script(options, "pair", tmp_path, words))
+  logs = lambda: [p.read_text() for p in sorted(tmp_path.glob(f"pair-{job}-*.txt"))]
+  try:
+    fakes.wait_for(lambda: slurm.states(job).get(job) == "COMPLETED", 150)
+  except BaseException:
+    print("\n==\n".join(logs()), file=sys.stderr)
+    raise
+  assert "Restarts=1" in text("scontrol", "show", "job", job)
+  for log in logs():
+    assert log.count("stopped at step") == 1 and log.count("goes on from step") == 1
+  same, other = (safetensors.numpy.load_file(str(folder / "train/drafter/drafter.safetensors"))
+                 for folder in (one, workdir))
+  for name, value in same.items():
+    np.testing.assert_allclose(other[name], value, rtol=1e-5, atol=1e-5)
 
 
 def test_one_command_on_two_processes(slurm_env, tmp_path, monkeypatch):

@@ -274,3 +274,22 @@ def test_features_and_teacher_rows_lie_where_their_tokens_are():
     if batch["weight"][m]:
       assert rows[at] == m
   assert (rows >= 0).sum() == batch["weight"].sum() == sum(d.supervised for d in docs)
+
+
+def test_a_process_reads_only_what_its_devices_hold(monkeypatch):
+  """Of two processes each has its half of every array; the batch is that of one process."""
+  docs, read = documents(90), []
+  teacher = Document.teacher
+  monkeypatch.setattr(Document, "teacher", lambda d: read.append(id(d)) or teacher(d))
+  monkeypatch.setattr(Document, "features", lambda d: np.full((len(d.tokens), 3), len(d.tokens)))
+  half = lambda which: lambda size: np.arange(size) * 2 // size == which
+  whole = packer(docs, rows=4, seq_len=120, features=3).batch(1)
+  there = set(read)
+  for which in (0, 1):
+    read.clear()
+    part = packer(docs, rows=4, seq_len=120, features=3, own=half(which)).batch(1)
+    assert set(read) < there and part.keys() == whole.keys()
+    for name, value in whole.items():
+      mine = half(which)(len(value)) if name in ("hidden", "features") else ...
+      np.testing.assert_array_equal(part[name][mine], value[mine], err_msg=name)
+    assert not part["features"][~half(which)(4)].any() and part["features"].any()

@@ -3,7 +3,10 @@
 import dataclasses
 import functools
 import json
+import os
 import shutil
+import signal
+import types
 
 import jax
 import jax.numpy as jnp
@@ -431,6 +434,42 @@ def test_every_document_of_a_pass_has_its_own_positions_and_segment():
   assert short[1].tolist() == [[*range(5), *range(9), 0, 0], [*range(3), *[0] * 13]]
   assert short[2].tolist() == [[0] * 5 + [2] * 9 + [-1] * 2, [3] * 3 + [-1] * 13]
   assert long[0].shape == (1, 32) and long[1][0, :20].tolist() == list(range(20))
+
+
+def test_sigterm_ends_the_stage_between_two_passes(fresh, made, monkeypatch):
+  """CASE 36: whole parts stay, the one in the making leaves nothing, and the store is the same."""
+  _, straight, _, _ = made
+  cfg, workdir = fresh
+  forward, begun = extract.part_arrays, []
+
+  def told_in_the_second(*args, **options):
+    begun.append(0)
+    if len(begun) == 2:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return forward(*args, **options)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(extract, "part_arrays", told_in_the_second)
+    with pytest.raises(SystemExit) as stopped:
+      extract.run(cfg, workdir)
+  assert stopped.value.code == 143 and len(begun) == 2
+  assert sorted(p.name for p in (workdir / "extract").iterdir()) == ["manifest.json", "part-00000"]
+  folder = extract.run(cfg, workdir)
+  parts = sorted(p.name for p in (straight / "extract").glob("part-*"))
+  assert len(parts) > 2 and sorted(p.name for p in folder.glob("part-*")) == parts
+  for name in parts:
+    ours, theirs = arrays_of(folder / name), arrays_of(straight / "extract" / name)
+    for key, value in theirs.items():
+      np.testing.assert_array_equal(ours[key], value)
+
+
+def test_a_store_that_the_disk_cannot_hold_is_not_begun(fresh, monkeypatch):
+  cfg, workdir = fresh
+  monkeypatch.setattr(store.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=5_000))
+  with pytest.raises(UserError, match=r"tokens of .* bytes \(features.mode='store'\) need .* GB "
+                                      r"and 0.0 GB are free"):
+    extract.run(cfg, workdir)
+  assert not list((workdir / "extract").glob("part-*"))
 
 
 def test_a_killed_stage_goes_on_and_ends_with_the_same_store(fresh, made, monkeypatch):

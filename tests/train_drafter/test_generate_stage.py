@@ -1,6 +1,8 @@
 """The generate stage: what it keeps of an answer, parts, resuming, and a time budget."""
 
 import json
+import os
+import signal
 import types
 
 import jax.numpy as jnp
@@ -170,7 +172,7 @@ def test_a_stopped_stage_answers_only_what_is_missing(made, tmp_path, monkeypatc
 
   class Run(generate.Run):
     def __init__(self, target, drafter, prompts, **options):
-      asked.append(len(prompts))
+      asked.append(len(options["only"]))
       super().__init__(target, drafter, prompts, **options)
 
   monkeypatch.setattr(generate, "_write_part", real)
@@ -181,6 +183,28 @@ def test_a_stopped_stage_answers_only_what_is_missing(made, tmp_path, monkeypatc
   same(generate.load_answers(tmp_path), answers)
   # Once more: nothing is left to do.
   assert answer_all(tmp_path) == counts and asked[1:] == [0]
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_sigterm_keeps_every_answer_that_has_ended(made, tmp_path, monkeypatch, rows):
+  """CASE 36: what the next run answers is what this one would have."""
+  _, counts, answers = made
+  real = generate._within_budget
+
+  def told(work, budget):
+    for n, row in enumerate(real(work, budget), 1):
+      if n == rows:
+        os.kill(os.getpid(), signal.SIGTERM)
+      yield row
+
+  with monkeypatch.context() as patch:
+    patch.setattr(generate, "_within_budget", told)
+    with pytest.raises(SystemExit) as stopped:
+      answer_all(tmp_path)
+  assert stopped.value.code == 143
+  assert len(generate.load_answers(tmp_path)) == rows
+  assert answer_all(tmp_path) == counts
+  same(generate.load_answers(tmp_path), answers)
 
 
 def test_prompts_that_are_too_long_are_counted(tmp_path):

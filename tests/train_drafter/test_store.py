@@ -228,6 +228,18 @@ def test_a_lost_part_is_named(made):
     store.open_store(folder)
 
 
+def test_used_parts_are_removed_unless_a_sweep_shares_them(made):
+  folder, _ = made
+  link = folder.with_name("linked")
+  link.symlink_to(folder)
+  store.remove_parts(link)
+  assert len(store.open_store(folder).documents) == 6
+  store.remove_parts(folder)
+  assert [path.name for path in folder.iterdir()] == ["manifest.json"]
+  with pytest.raises(UserError, match="its parts are gone .features.delete_used"):
+    store.open_store(folder)
+
+
 @pytest.mark.parametrize("name, value", [
     ("loss_mask", np.asarray([0, 0, 1, 0, 1] + [1] * 14, np.uint8)),
     ("doc_offsets", np.asarray([0, 5, 6, 15, 18], np.int64)),
