@@ -208,7 +208,7 @@ def batch_sums(
     if "hidden" in teacher:
       rows = module.masked(linear(teacher["hidden"], head), target) / options.teacher_temperature
       rows = rows + offset if sampled else rows
-    total: dict[str, Array] = {}
+    total: dict[str, jax.Array] = {}
     for j in range(part.shape[1]):
       student = student_logits(part, trained, j)
       lower, sums = {}, {}
