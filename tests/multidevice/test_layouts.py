@@ -24,7 +24,7 @@ def done(tmp_path_factory):
       [sys.executable, "-W", "error", "-m", "tests.multidevice.layouts", str(folder)], cwd=ROOT,
       env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS,
            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05"},
-      capture_output=True, text=True, timeout=300)
+      capture_output=True, text=True, timeout=900)
   assert child.returncode == 0, child.stderr[-4000:]
   with np.load(folder / "arrays.npz") as arrays:
     return dict(arrays), json.loads((folder / "facts.json").read_text())
