@@ -154,7 +154,7 @@ def test_training_on_two_processes_is_preempted_and_goes_on(slurm_env, tmp_path,
   job = slurm.submit(slurm.command_script(options, "pair", tmp_path, words))
   logs = lambda: [p.read_text() for p in sorted(tmp_path.glob(f"pair-{job}-*.txt"))]
   try:
-    fakes.wait_for(lambda: slurm.states(job).get(job) == "COMPLETED", 150)
+    fakes.wait_for(lambda: slurm.states(job).get(job) == "COMPLETED", 240)
   except BaseException:
     print("\n==\n".join(logs()), file=sys.stderr)
     raise
