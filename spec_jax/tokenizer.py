@@ -117,16 +117,23 @@ class Tokenizer:
     config = _read_json(folder / "tokenizer_config.json")
     template = config.get("chat_template") or ""
     if isinstance(template, list):  # several named templates
-      template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
-    if (folder / "chat_template.jinja").is_file():
-      template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+      template = next((entry.get("template") for entry in template if isinstance(entry, dict)
+                       and entry.get("name") == "default"), "")
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+      try:
+        template = own.read_text(encoding="utf-8")
+      except UnicodeDecodeError as error:
+        raise UserError(f"{own} is not text: {error}") from None
+    if not isinstance(template, str):
+      raise UserError(f"{folder / 'tokenizer_config.json'}: chat_template is no text")
 
     def special(name: str) -> int:
       token = config.get(name)
       token = token.get("content") if isinstance(token, dict) else token
       if token is None:
         return -1
-      i = backend.token_to_id(token)
+      i = backend.token_to_id(token) if isinstance(token, str) else None
       if i is None:
         raise UserError(f"{folder / 'tokenizer_config.json'}: {name}={token!r} is not a token")
       return i
@@ -136,7 +143,13 @@ class Tokenizer:
     for name in ("config.json", "generation_config.json"):
       other = _read_json(folder / name)
       ids = other.get("eos_token_id")
-      eos += ids if isinstance(ids, list) else [] if ids is None else [ids]
+      several = ids if isinstance(ids, list) else [] if ids is None else [ids]
+      for key, i in (("bos_token_id", other.get("bos_token_id")),
+                     ("pad_token_id", other.get("pad_token_id")),
+                     *(("eos_token_id", i) for i in several)):
+        if i is not None and type(i) is not int:
+          raise UserError(f"{folder / name}: {key}={i!r} is no id")
+      eos += several
       bos = _first(bos, other.get("bos_token_id"))
       pad = _first(pad, other.get("pad_token_id"))
     return cls(backend, chat_template=template, bos_id=bos, eos_ids=eos, pad_id=pad)
@@ -428,7 +441,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return {}
   try:
     value = json.loads(path.read_text(encoding="utf-8"))
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise UserError(f"{path} is not JSON: {error}") from None
   if not isinstance(value, dict):
     raise UserError(f"{path} holds a {type(value).__name__}, not an object")

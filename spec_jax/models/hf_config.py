@@ -86,9 +86,39 @@ _ROPE_KEYS = {
     "attention_factor", "mscale", "mscale_all_dim", "truncate", "finetuned"}
 
 
+# What a field must be where it is stated. null stands for "as usual", except in _NEEDED.
+_NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+           "num_attention_heads")
+_WHOLE = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window",
+          "max_window_layers", "sliding_window_pattern", "num_experts", "num_local_experts",
+          "num_experts_per_tok", "moe_intermediate_size", "original_max_position_embeddings")
+_REAL = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "rope_local_base_freq",
+         "query_pre_attn_scalar", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
+         "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+_KINDS = (dict.fromkeys(_WHOLE, (int, "a whole number")) | dict.fromkeys(_REAL, (
+    (int, float), "a number")) | dict.fromkeys(("architectures", "layer_types"), (list, "a list"))
+    | dict.fromkeys(("rope_scaling", "rope_parameters", _FULL, _SLIDING), (dict, "an object"))
+    | {"rope_type": (str, "a text"), "type": (str, "a text")})
+
+
+def _check_kinds(fields: Mapping[str, Any], within: str = "") -> None:
+  """Refuses a value of another kind than its field has, and a size below 1, by name."""
+  for name, value in fields.items():
+    kind, text = _KINDS.get(name, (object, ""))
+    if value is None and name not in _NEEDED:
+      continue
+    if kind is not object and (not isinstance(value, kind) or isinstance(value, bool)):
+      raise UserError(f"config.json field {within}{name}={value!r} must be {text}")
+    if name in _NEEDED and value < 1:
+      raise UserError(f"config.json field {name}={value} must be at least 1")
+    if isinstance(value, dict) and kind is dict:
+      _check_kinds(value, f"{within}{name}.")
+
+
 def check_model_type(hf: Mapping[str, Any]) -> None:
   """Refuses a folder whose `architectures` and `model_type` are of different families: servers go
   by the one or by the other."""
+  _check_kinds(hf)
   stated = (hf.get("architectures") or ["(none)"])[0]
   wanted = FAMILIES[stated].model_type if stated in FAMILIES else None
   if stated in _WRAPPED:
@@ -125,7 +155,10 @@ def read(hf: Mapping[str, Any]) -> dict[str, Any]:
   Raises:
     UserError: unknown architecture, an unsupported field value, or a missing field, by name.
   """
+  _check_kinds(hf)
   hf = _text_part(hf)
+  _check_kinds(hf)
+  hf = {name: value for name, value in hf.items() if value is not None or name not in _REAL}
   stated = (hf.get("architectures") or ["(none)"])[0]
   if stated not in FAMILIES:
     known = ", ".join([*FAMILIES, *_WRAPPED])
@@ -219,6 +252,8 @@ def _rope(family: Family, hf: Mapping[str, Any]) -> dict[str, Any]:
                         "supported (only 'default')")
       local = sliding.get("rope_theta", local)
     fields["rope_local_theta"] = float(local)
+  rope = {name: value for name, value in rope.items()
+          if value is not None or name not in _ROPE_KEYS}
   return fields | {
       "rope_theta": float(rope.get("rope_theta", hf.get("rope_theta", base))),
       "rope_scaling": _scaling(rope, hf),

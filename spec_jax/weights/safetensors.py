@@ -226,7 +226,8 @@ def _find_tensors(folder: Path) -> dict[str, Path]:
   """Stored name -> file. With an index, only the files it names are opened."""
   if (folder / _INDEX).is_file():
     weight_map = _read_object(folder / _INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    if not isinstance(weight_map, dict) or not weight_map or not all(
+        isinstance(shard, str) for shard in weight_map.values()):
       raise UserError(f"{folder / _INDEX} has no weight_map")
     file_of = {name: folder / shard for name, shard in weight_map.items()}
     for path in sorted(set(file_of.values())):
@@ -253,7 +254,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     value = json.loads(path.read_text(encoding="utf-8"))
   except OSError as error:
     raise UserError(f"{path} cannot be read: {error.strerror}") from None
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise UserError(f"{path} is not JSON: {error}") from None
   if not isinstance(value, dict):
     raise UserError(f"{path} holds a {type(value).__name__}, not an object")
