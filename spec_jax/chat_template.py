@@ -8,11 +8,14 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+
+from spec_jax.errors import UserError
 
 
 class Guard:
@@ -91,3 +94,25 @@ def compile_template(source: str) -> jinja2.Template:
   environment.globals["raise_exception"] = raise_exception
   environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
   return environment.from_string(source)
+
+
+def read_template(folder: Path, config: Mapping[str, Any]) -> str:
+  """The template of a model folder: its file, or what tokenizer_config.json (`config`) holds, one
+  or the default of several; "" for none.
+
+  Raises:
+    UserError: it is no text.
+  """
+  template = config.get("chat_template") or ""
+  if isinstance(template, list):  # several named templates
+    template = next((entry.get("template") for entry in template if isinstance(entry, dict)
+                     and entry.get("name") == "default"), "")
+  own = folder / "chat_template.jinja"
+  if own.is_file():
+    try:
+      template = own.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+      raise UserError(f"{own} is not text: {error}") from None
+  if not isinstance(template, str):
+    raise UserError(f"{folder / 'tokenizer_config.json'}: chat_template is no text")
+  return template

@@ -17,7 +17,7 @@ import jinja2
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from spec_jax.chat_template import Guard, any_of, compile_template
+from spec_jax.chat_template import Guard, any_of, compile_template, read_template
 from spec_jax.errors import UserError
 
 # GGUF `tokenizer.ggml.token_type`.
@@ -115,18 +115,7 @@ class Tokenizer:
     except Exception as error:  # the library raises bare Exception
       raise UserError(f"{path} is not a tokenizer: {error}") from None
     config = _read_json(folder / "tokenizer_config.json")
-    template = config.get("chat_template") or ""
-    if isinstance(template, list):  # several named templates
-      template = next((entry.get("template") for entry in template if isinstance(entry, dict)
-                       and entry.get("name") == "default"), "")
-    own = folder / "chat_template.jinja"
-    if own.is_file():
-      try:
-        template = own.read_text(encoding="utf-8")
-      except UnicodeDecodeError as error:
-        raise UserError(f"{own} is not text: {error}") from None
-    if not isinstance(template, str):
-      raise UserError(f"{folder / 'tokenizer_config.json'}: chat_template is no text")
+    template = read_template(folder, config)
 
     def special(name: str) -> int:
       token = config.get(name)
