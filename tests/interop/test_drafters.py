@@ -92,12 +92,11 @@ def case(request, reference, target, tmp_path_factory):
     first, folder = {kind: load(kind) for kind in KINDS}, tmp_path_factory.mktemp(request.param)
     verifier = reference["folder"] / "target"
     for seed, (kind, module) in enumerate(first.items()):
-      if request.param == "ours" or kind == "dflash":
-        published.write_published(folder / kind, changed(module, target, seed), target)
-      if request.param == "speculators":
-        published.write_published(
-            folder / f"speculators-{kind}", changed(module, target, seed, other=True), target,
-            form=Form("speculators", str(verifier), 4))
+      module = changed(module, target, seed)
+      published.write_published(folder / kind, module, target)
+      published.write_published(
+          folder / f"speculators-{kind}", module, target,
+          form=Form("speculators", str(verifier), 4))
     out = folder / "drafters.npz"
     way = {"ours": "--read", "speculators": "--speculators"}[request.param]
     subprocess.run(
@@ -110,22 +109,15 @@ def case(request, reference, target, tmp_path_factory):
   return Case(arrays, target, {kind: load(f"{prefix}{kind}") for kind in KINDS})
 
 
-def changed(module, target, seed, other=False):
-  """The same drafter with other weights and another reduced vocabulary; `other`: an eagle3 with
-  norms of queries and keys and a residual stream from the normed features, as many folders of
-  speculators have it."""
+def changed(module, target, seed):
+  """The same drafter with other weights and another reduced vocabulary."""
   rng = np.random.default_rng(seed)
-  scaled = lambda x: (np.asarray(x) * rng.uniform(0.5, 1.5, x.shape)).astype(np.float32)
-  tensors = {name: scaled(value) for name, value in drafters.own_tensors(module).items()}
+  other = lambda x: (np.asarray(x) * rng.uniform(0.5, 1.5, x.shape)).astype(np.float32)
+  tensors = {name: other(value) for name, value in drafters.own_tensors(module).items()}
   if module.kind != "eagle3":
     return drafters.build(module.kind, target, tensors, module.config, module.options())
-  ids, head = np.asarray(module.draft_ids[...]), scaled(module.head[...])
-  config, options = dataclasses.replace(module.config, qk_norm=other), module.options()
-  if other:
-    options |= {"norm_before_residual": True}
-    tensors |= {f"layers.0.{x}_norm": rng.uniform(0.5, 1.5, config.head_dim).astype(np.float32)
-                for x in "qk"}
-  return drafters.build(module.kind, target, tensors, config, options,
+  ids, head = np.asarray(module.draft_ids[...]), other(module.head[...])
+  return drafters.build(module.kind, target, tensors, module.config, module.options(),
                         draft_ids=ids + rng.integers(0, 3, ids.shape).astype(np.int32),
                         own={"head": head})
 
