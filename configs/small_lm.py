@@ -48,8 +48,8 @@ def longer(kind: str, arg: str) -> Config:
 
 
 def _shorten(cfg: Config) -> None:
-  """Every stage, in about five minutes on two cores: one evaluation prompt of each category, short
-  answers, K up to 3, speed and costs in one dtype; identity in float32 all the same."""
+  """Every stage with as little as shows it: one evaluation prompt of each category, short answers,
+  K up to 3, speed and costs in one dtype; identity in float32 all the same."""
   cfg.prompts.count = 90
   cfg.prompts.eval_per_category = 1
   cfg.generate.budget_s = 60.0
