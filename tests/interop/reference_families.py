@@ -34,9 +34,6 @@ EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, h
 GEMMA = dict(
     head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=24, tie_word_embeddings=True,
     layer_types=["sliding_attention", "full_attention"] * 2)
-VISION = dict(
-    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28,
-    patch_size=14)
 # Name -> model type and the fields beside SIZES.
 FAMILIES = {
     "llama_linear": ("llama", dict(rope_parameters={
@@ -56,24 +53,18 @@ FAMILIES = {
     "gemma3_linear": ("gemma3_text", GEMMA | {"rope_parameters": {
         "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}),
-    "gemma3_vision": ("gemma3", GEMMA),
 }
 
 
 def make(seed, model_type, changes):
   """A random model whose norms and biases are not what they start as."""
   torch.manual_seed(seed)
-  if model_type == "gemma3":  # the text model of one that also sees
-    config = transformers.AutoConfig.for_model(
-        model_type, text_config=SIZES | changes, vision_config=VISION, mm_tokens_per_image=4,
-        **{name: SIZES[name] for name in ("bos_token_id", "eos_token_id")})
-  else:
-    config = transformers.AutoConfig.for_model(model_type, **SIZES | changes)
+  config = transformers.AutoConfig.for_model(model_type, **SIZES | changes)
   model = transformers.AutoModelForCausalLM.from_config(config).eval()
   with torch.no_grad():
     for name, parameter in model.named_parameters():
       if "norm" in name:
-        shift = 1.0 if model_type.startswith("gemma3") else 0.0
+        shift = 1.0 if model_type == "gemma3_text" else 0.0
         parameter.uniform_(0.5 - shift, 1.5 - shift)
       elif name.endswith("bias"):
         parameter.uniform_(-0.5, 0.5)

@@ -21,7 +21,7 @@ from spec_jax.weights.safetensors import write_folder
 pytestmark = pytest.mark.interop
 TOLERANCE = 1e-4
 NAMES = ("llama_linear", "llama_yarn", "mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_yarn",
-         "qwen3_moe", "qwen3_moe_raw", "gemma3", "gemma3_linear", "gemma3_vision")
+         "qwen3_moe", "qwen3_moe_raw", "gemma3", "gemma3_linear")
 
 
 @pytest.fixture(scope="module")
