@@ -280,7 +280,9 @@ def chunked_sums(
 
     def step(carry, inputs):
       sums, total = carry
-      out, (grad, more) = (scored(*inputs) if used is None else
+      # Over a mesh all devices would have to agree on every chunk first.
+      whole = used is None or mesh is not None
+      out, (grad, more) = (scored(*inputs) if whole else
                            jax.lax.cond(used(inputs[1]), scored, nothing, *inputs))
       return (jax.tree.map(jnp.add, sums, out), jax.tree.map(jnp.add, total, more)), grad
 

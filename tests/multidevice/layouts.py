@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -249,17 +250,27 @@ class Stopping(Packer):
 def resumed(folder):
   """A run that begins on one device and ends on eight, beside one that stays on one."""
   docs = documents(14, target=tiny.target())
+  real = train.train_step
 
   def fit(where, sizes, kind=Packer):
+    devices = set()
+
+    def step(*args):
+      state, sums = real(*args)
+      devices.update(len(x.sharding.device_set) for x in jax.tree.leaves((state, sums)))
+      return state, sums
+
     cfg = make_config(batch_rows=8, steps=5, eval_every=2)
     mesh = None if sizes is None else sharding.make_mesh(*sizes)
     target = spec_jax.load_target(str(folder / "target"), mesh=mesh)
     (folder / where).mkdir(exist_ok=True)
-    with contextlib.suppress(Stopped), contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.suppress(Stopped), contextlib.redirect_stdout(io.StringIO()), \
+        mock.patch.object(train, "train_step", step):
       train.fit(cfg, target, drafters.init_from_target(target, (0,)), pack(docs[3:], cfg, kind),
                 pack(docs[:3], cfg).in_order(), folder / where, 0.0)
     rows = [json.loads(x) for x in (folder / where / "metrics.jsonl").read_text().splitlines()]
-    return [[r["step"], r["loss"], r["alpha"]] for r in rows if r["split"] == "train"]
+    taken = [[r["step"], r["loss"], r["alpha"]] for r in rows if r["split"] == "train"]
+    return {"rows": taken, "devices": sorted(devices)}
 
   straight = fit("straight", None)
   begun = fit("moved", None, Stopping)
