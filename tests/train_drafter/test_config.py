@@ -34,7 +34,8 @@ BAD = [
     ("train.optimizer", "sgd"), ("train.loss", "mse"), ("train.steps", -1), ("train.steps", 2.5),
     ("train.budget_s", -1.0),
     ("train.batch_rows", 0), ("train.seq_len", 7), ("train.lr", -1e-3), ("train.lr", NAN),
-    ("train.on_policy_fraction", 1.5), ("train.ce_share", 1.5), ("train.first_step_share", -0.1),
+    ("train.on_policy_fraction", 1.5), ("train.sampled_vocab", -1),
+    ("train.ce_share", 1.5), ("train.first_step_share", -0.1),
     ("evaluate.longest_draft_len", 0),
     ("train.lr", INF), ("train.lr", "1e-3"), ("train.warmup", 1.5), ("train.final_lr", -0.1),
     ("train.weight_decay", -0.1), ("train.beta2", 0.0), ("train.beta2", 1.1),
@@ -81,7 +82,7 @@ def test_a_bad_field_is_named_with_its_value(name, value):
 def test_every_section_is_covered():
   """A number or a choice that is never checked would stand out here."""
   free = {"prompts.path", "prompts.eval_path", "prompts.system", "evaluate.same_shape",
-          "evaluate.path"}
+          "evaluate.path", "features.delete_used"}
   names = {f"{section.name}.{field.name}" for section in dataclasses.fields(Config)
            for field in dataclasses.fields(section.type)}
   assert names - free == {name for name, _ in BAD}
@@ -169,3 +170,16 @@ def test_parts_leave_out_what_does_not_matter():
   assert set(part) == {"drafter", "train"} and "profile" not in part["train"]
   assert part["train"]["lr"] == cfg.train.lr
   assert cfg.train.profile is False
+
+
+@pytest.mark.parametrize("change,message", [
+    ({"drafter.kind": "dspark"}, "dspark"), ({"features.mode": "topk"}, "topk"),
+    ({"drafter.draft_vocab": 4096}, "drafter.draft_vocab=4096")])
+def test_where_a_sampled_vocabulary_does_not_go(change, message):
+  cfg = Config()
+  cfg.train.sampled_vocab = 4096
+  config_lib.validate(cfg)
+  for name, value in change.items():
+    put(cfg, name, value)
+  with pytest.raises(UserError, match=message):
+    config_lib.validate(cfg)
