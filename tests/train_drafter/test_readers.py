@@ -68,7 +68,7 @@ def test_every_stage(answered, tmp_path, kind, capsys):
   made = json.loads((folder / "evaluate" / "report.json").read_text())
   assert made["drafter"] == kind and "tau" in capsys.readouterr().out
   if kind == "eagle3":
-    assert set(made["controls"]) == {"ngram", "lookup", "untrained"}
+    assert set(made["controls"]) == {"ngram", "lookup", "untrained", "self"}
     assert made["identity"][0]["verdict"] == "bitwise"
     golden = json.loads((folder / "export" / "drafter" / "acceptance.json").read_text())
     assert golden["identical"] == 2
