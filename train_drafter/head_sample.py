@@ -21,7 +21,7 @@ def choose(
     forced: Int[Array, " n"], size: int, count: int, key: Array,
 ) -> tuple[Int[Array, " s"], Float[Array, " s"]]:
   """`size` different places below `count`, ascending, and the logarithm of the inverse of the
-  chance of each: 0 for those that are forced.
+  chance of each: 0 for those that are forced, if there is room for all of them.
 
   Args:
     forced: places that are wanted; those of `count` or more are ignored. Where there are more
@@ -34,9 +34,11 @@ def choose(
   order = jax.random.uniform(key, (count,)) + wanted
   places = jnp.sort(jax.lax.top_k(order, size)[1])
   kept = jnp.sum(wanted)
-  chance = (size - kept) / jnp.maximum(count - kept, 1)
-  offset = jnp.where(wanted[places], 0.0, -jnp.log(jnp.maximum(chance, 1e-9)))
-  return places, offset.astype(jnp.float32)
+  # Of more wanted places than there is room for, each has the same chance and no other has any.
+  chance = jnp.where(
+      wanted[places], jnp.minimum(size / jnp.maximum(kept, 1), 1.0),
+      jnp.maximum(size - kept, 1) / jnp.maximum(count - kept, 1))
+  return places, -jnp.log(chance).astype(jnp.float32)
 
 
 def shrink(
