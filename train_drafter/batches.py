@@ -4,9 +4,9 @@ the same samples. Called by train.py."""
 import copy
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
-from concurrent import futures
+from collections.abc import Callable, Iterator, Sequence
 
+import grain
 import ml_dtypes
 import numpy as np
 
@@ -74,9 +74,10 @@ class Document:
 class Packer:
   """Packs documents into batches of `rows` sequences of `seq_len` tokens.
 
-  Every epoch shuffles the documents anew and fills rows first-fit; what does not fill a last batch
-  waits for the next epoch's order. Documents in a row are kept apart by segment ids and each has
-  its own positions from 0.
+  Every epoch shuffles the documents anew and fills rows first-fit (grain's packing bounds the
+  tokens of a row but not its supervised positions, and gives up access by step); what does not fill
+  a last batch waits for the next epoch's order. Documents in a row are kept apart by segment ids and
+  each has its own positions from 0.
   """
 
   def __init__(
@@ -146,11 +147,11 @@ class Packer:
             for i in range(0, len(rows), self.rows)]
 
   def _epoch(self, epoch: int) -> list[list[int]]:
-    with self._lock:  # `Ahead` asks from a thread of its own
+    with self._lock:  # `ahead` asks from a thread of its own
       while len(self._epochs) <= epoch:
-        rng = np.random.default_rng([self.seed, len(self._epochs)])
-        rows = self._pack(rng.permutation(len(self.documents)))
-        self._epochs.append([rows[i] for i in rng.permutation(len(rows))])
+        number = len(self._epochs)
+        rows = self._pack(shuffled(len(self.documents), self.seed, number))
+        self._epochs.append([rows[i] for i in shuffled(len(rows), self.seed, number)])
       return self._epochs[epoch]
 
   def _pack(self, order) -> list[list[int]]:
@@ -218,27 +219,16 @@ class Packer:
     return out
 
 
-class Ahead:
-  """Makes the batch of the next step, which may be read from disk, while a step runs.
+def ahead(
+    make: Callable[[int], dict[str, np.ndarray] | None], start: int, steps: int,
+) -> Iterator[dict[str, np.ndarray] | None]:
+  """`make(step)` of the steps start...steps - 1; the next one, which may be read from disk, is made
+  while one is used."""
+  batches = grain.MapDataset.range(start, steps).map(make)
+  return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)))
 
-  Attributes:
-    steps: there is no batch behind so many.
-  """
 
-  def __init__(self, packer: Packer, steps: int):
-    self._packer, self.steps = packer, steps
-    self._pool = futures.ThreadPoolExecutor(1)
-    self._next: tuple[int, futures.Future] | None = None
-
-  def batch(self, step: int) -> dict[str, np.ndarray]:
-    """As `Packer.batch`; the batch of `step` + 1 is begun."""
-    step_ahead, made = self._next or (-1, None)
-    found = made.result() if step_ahead == step else self._packer.batch(step)
-    self._next = None
-    if step + 1 < self.steps:
-      self._next = step + 1, self._pool.submit(self._packer.batch, step + 1)
-    return found
-
-  def close(self) -> None:
-    """Waits for the batch in the making and drops it."""
-    self._pool.shutdown()
+def shuffled(count: int, seed: int, epoch: int) -> list[int]:
+  """The order of `count` things in an epoch: each once."""
+  order = grain.MapDataset.range(count).seed(seed).shuffle().repeat()
+  return [int(order[epoch * count + i]) for i in range(count)]

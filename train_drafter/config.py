@@ -156,7 +156,9 @@ class EvaluateConfig:
   contexts: tuple[int, ...] = (256, 1024, 4096)
   speed_prompts: int = 9  # timed one by one, plain and speculative interleaved; 0 for all
   ngram: str = "ngram:3-1"
-  lookup: str = ""  # MAX-MIN, such as 3-2: also measure prompt lookup over the trained drafter
+  # MAX-MIN, such as 3-2: also measure prompt lookup over the trained drafter; 3-2+2 has it draft
+  # two tokens of a block and leaves the rest to the lookup.
+  lookup: str = ""
   seed: int = 0
 
 
@@ -321,7 +323,7 @@ def validate(cfg: Config) -> None:
     raise UserError(f"evaluate.ngram: {error}") from None
   if cfg.evaluate.lookup:
     try:
-      drafters.parse_ngram(f"ngram:{cfg.evaluate.lookup}")
+      drafters.parse_lookup(cfg.evaluate.lookup)
     except UserError as error:
       raise UserError(f"evaluate.lookup={cfg.evaluate.lookup!r}: {error}") from None
 

@@ -38,7 +38,7 @@ from train_drafter import (
   replay,
   store,
 )
-from train_drafter.batches import Ahead, Packer
+from train_drafter.batches import Packer, ahead
 from train_drafter.checkpoint import Checkpoints, GracefulExit
 from train_drafter.config import Config, TrainConfig
 from train_drafter.curriculum import curriculum
@@ -338,6 +338,7 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
   programs = curriculum(setup, module)
   every = cfg.train.eval_every or max(1, steps // 10)
   own = OnPolicy(cfg, target, packer) if cfg.train.on_policy_fraction else None
+  is_own = lambda step: own is not None and own.due(step)
   deadline = began + 1.15 * cfg.train.budget_s if cfg.train.budget_s else float("inf")
   with Checkpoints(folder / "checkpoints", max_to_keep=cfg.train.keep, best="max") as saved, \
       GracefulExit() as stop:
@@ -350,14 +351,13 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
     last = None
     with contextlib.closing(MetricLog(folder, step)) as log, \
         contextlib.closing(Profile(folder if cfg.train.profile else None)) as profile, \
-        contextlib.closing(Ahead(packer, steps)) as ahead, \
         Bar("train", total=steps, start=step) as bar:
+      batches = ahead(lambda at: None if is_own(at) else packer.batch(at), step, steps)
       while step < steps:
         profile.before(step - first)
-        if own is not None and own.due(step):
+        batch = next(batches)
+        if batch is None:
           batch = own.batch(step, drafter_of(setup, state.params, setup.frozen))
-        else:
-          batch = ahead.batch(step)
         batch = with_features(batch, module.taps, target)
         state, sums = train_step(
             programs.at(step, steps), state, setup.frozen, target.params,

@@ -47,8 +47,8 @@ from spec_jax.weights.resolve import files_sha256, resolve
 from spec_jax.weights.stream import Lazy
 
 __all__ = ["DRAFTERS", "LEARNED", "Drafter", "build", "init_from_target", "init_learned",
-           "lend_head", "lent_head", "load_drafter", "own_tensors", "parse_ngram", "save_drafter",
-           "small_lm", "small_random", "source_hash", "wrap"]
+           "lend_head", "lent_head", "load_drafter", "own_tensors", "parse_lookup", "parse_ngram",
+           "save_drafter", "small_lm", "small_random", "source_hash", "wrap"]
 
 DRAFTERS = {"ngram": NGram, "lookup": Lookup, "small_lm": SmallLM, "eagle3": Eagle3,
             "dflash": DFlash, "dspark": DSpark}
@@ -86,7 +86,8 @@ def load_drafter(source: str, target: Target, dtype: str | None = None) -> Draft
 
   Args:
     source: "ngram" (or "ngram:3-1": longest and shortest suffix), "lookup:SOURCE" (or
-      "lookup:3-2:SOURCE": prompt lookup where it has a match, the drafter of SOURCE elsewhere),
+      "lookup:3-2:SOURCE": prompt lookup where it has a match, the drafter of SOURCE elsewhere;
+      "lookup:3-2+2:SOURCE" has it draft two tokens and leaves the rest to the lookup),
       "self" (the target drafts for itself, a control), a folder that train_drafter wrote (its
       work folder will do), a published folder of EAGLE-3, DFlash, DSpark or speculators (also
       "hf:org/name"), or any small model of a known family as `load_target` takes it.
@@ -370,13 +371,27 @@ def _load_saved(folder: Path, target: Target, dtype: str) -> Drafter:
 def _lookup(source: str, target: Target, dtype: str) -> Drafter:
   inner, sizes = source.removeprefix("lookup:"), "3-2"
   head, colon, rest = inner.partition(":")
-  if colon and re.fullmatch(r"\d+-\d+", head):
+  if colon and re.fullmatch(r"\d+-\d+(\+\d+)?", head):
     sizes, inner = head, rest
   if not inner or inner.startswith(("ngram", "lookup")):
-    raise UserError(f"drafter={source!r}: write lookup:SOURCE or lookup:MAX-MIN:SOURCE, SOURCE a "
-                    "learned drafter")
+    raise UserError(f"drafter={source!r}: write lookup:SOURCE, lookup:MAX-MIN:SOURCE or "
+                    "lookup:MAX-MIN+DRAFTS:SOURCE, SOURCE a learned drafter")
+  ngram, learned_len = parse_lookup(sizes)
   learned = load_drafter(inner, target, dtype)
-  return wrap("lookup", source, Lookup(parse_ngram(f"ngram:{sizes}"), learned.module))
+  return wrap("lookup", source, Lookup(ngram, learned.module, learned_len))
+
+
+def parse_lookup(sizes: str) -> tuple[NGram, int]:
+  """The lookup of "MAX-MIN" or "MAX-MIN+DRAFTS", and how many drafts the learned part makes.
+
+  Raises:
+    UserError: it is neither.
+  """
+  ngram, plus, drafts = sizes.partition("+")
+  if plus and not (drafts.isdecimal() and int(drafts)):
+    raise UserError(f"lookup={sizes!r}: write MAX-MIN or MAX-MIN+DRAFTS with DRAFTS >= 1, for "
+                    "example 3-2+2")
+  return parse_ngram(f"ngram:{ngram}"), int(drafts or 0)
 
 
 def parse_ngram(source: str) -> NGram:

@@ -203,7 +203,8 @@ class Eagle3(LearnedDrafter):
       return (state, token, hidden), (token, probs)
 
     (state, _, _), (rest, rest_probs) = jax.lax.scan(
-        step, (state, first, last), (jnp.arange(draft_len - 1), u[:, 1:].T))
+        step, (state, first, last), (jnp.arange(draft_len - 1), u[:, 1:].T),
+        unroll=True)  # a loop in a loop copies the cache in every step
     drafted = jnp.concatenate([first[:, None], rest.T], 1)
     if probs is None:
       return Proposal(drafted, None), state

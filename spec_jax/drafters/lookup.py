@@ -33,10 +33,13 @@ class Lookup(nnx.Module):
   Attributes:
     ngram: the lookup, with the shortest suffix that counts as a match.
     learned: any other drafter.
+    learned_len: how many drafts the learned part makes, 0 for all K. Its steps cost the same one
+      after the other while ever fewer of them survive; lookup is free, so the rest of the block is
+      what followed the text with those drafts behind it, or a guess where nothing did.
   """
 
-  def __init__(self, ngram: NGram, learned: nnx.Module):
-    self.ngram, self.learned = ngram, learned
+  def __init__(self, ngram: NGram, learned: nnx.Module, learned_len: int = 0):
+    self.ngram, self.learned, self.learned_len = ngram, learned, learned_len
 
   @property
   def taps(self) -> tuple[int, ...]:
@@ -72,14 +75,18 @@ class Lookup(nnx.Module):
     """K tokens per row: looked up where there is a match."""
     found, looked_up = self.ngram.lookup(context, draft_len)
     width = target.config.vocab_size
+    own_len = min(self.learned_len or draft_len, draft_len)
 
     def learn(learned):
-      proposal, learned = self.learned.propose(learned, context, draft_len, sampling, target)
-      tokens = jnp.where(found[:, None], looked_up, proposal.tokens)
+      proposal, learned = self.learned.propose(learned, context, own_len, sampling, target)
+      tokens = jnp.concatenate(
+          [proposal.tokens, self._rest(context, proposal.tokens, draft_len)], 1)
+      drafted = jnp.where(found[:, None], looked_up, tokens)
       if proposal.probs is None:
-        return tokens, None, learned
-      certain = jax.nn.one_hot(looked_up, width)
-      return tokens, jnp.where(found[:, None, None], certain, proposal.probs), learned
+        return drafted, None, learned
+      certain = jax.nn.one_hot(drafted, width)
+      probs = jnp.concatenate([proposal.probs, certain[:, own_len:]], 1)
+      return drafted, jnp.where(found[:, None, None], certain, probs), learned
 
     def skip(learned):
       sure = None if deterministic else jax.nn.one_hot(looked_up, width)
@@ -93,4 +100,15 @@ class Lookup(nnx.Module):
     drafted = jax.eval_shape(lambda learned: learn(learned)[:2], learned)
     deterministic = drafted[1] is None
     tokens, probs, learned = jax.lax.cond(skipped, skip, learn, learned)
-    return Proposal(tokens, probs), LookupState(learned, jnp.any(found))
+    return Proposal(tokens, probs), LookupState(learned, jnp.any(found) | (own_len < draft_len))
+
+  def _rest(self, context: Context, drafts: Int[Array, "B L"], draft_len: int):
+    """[B, K - L] tokens that the lookup puts behind the drafts."""
+    own_len = drafts.shape[1]
+    if own_len == draft_len:
+      return drafts[:, :0]
+    put = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(row, new, at, 0))
+    further = dataclasses.replace(
+        context, tokens=put(context.tokens, drafts, context.length),
+        length=context.length + own_len)
+    return NGram(self.ngram.n_max, 1).lookup(further, draft_len - own_len)[1]

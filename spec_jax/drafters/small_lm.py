@@ -100,7 +100,8 @@ class SmallLM(LearnedDrafter):
       return (state, token), (token, probs)
 
     (state, _), (rest, rest_probs) = jax.lax.scan(
-        step, (state, first), (jnp.arange(draft_len - 1), u[:, 1:].T))
+        step, (state, first), (jnp.arange(draft_len - 1), u[:, 1:].T),
+        unroll=True)  # a loop in a loop copies the cache in every step
     drafted = jnp.concatenate([first[:, None], rest.T], 1)
     if probs is None:
       return Proposal(drafted, None), state

@@ -18,8 +18,8 @@ LOOPS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 10, 9, 10, 9], [20, 21, 22, 23], [31]]
 
 def over(learned, sizes="2-2"):
   """The composition with a drafter in memory."""
-  return drafters.wrap("lookup", "lookup", Lookup(
-      drafters.parse_ngram(f"ngram:{sizes}"), learned.module))
+  ngram, learned_len = drafters.parse_lookup(sizes)
+  return drafters.wrap("lookup", "lookup", Lookup(ngram, learned.module, learned_len))
 
 
 def context(rows, temperature):
@@ -67,9 +67,28 @@ def test_each_row_has_the_part_that_its_own_text_asks_for(temperature):
   assert bool(state.foreign)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_behind_its_drafts_the_learned_part_leaves_the_block_to_the_lookup(temperature):
+  learned, K, L = tiny.weak_drafter(), 5, 2
+  found, state = proposal(over(learned, "2-2+2"), LOOPS, temperature, K)
+  whole = proposal(over(learned), LOOPS, temperature, K)[0]
+  np.testing.assert_array_equal(found.tokens[:2], whole.tokens[:2])  # looked up as before
+  own = proposal(learned, LOOPS, temperature, L)[0]
+  np.testing.assert_array_equal(found.tokens[2:, :L], own.tokens[2:])
+  for row, line in zip(LOOPS[2:], np.asarray(found.tokens)[2:], strict=True):
+    text = [*row, *line[:L].tolist()]
+    rest = proposal(drafters.load_drafter("ngram:2-1", tiny.target()), [text], 0.0, K - L)[0].tokens
+    np.testing.assert_array_equal(line[L:], rest[0])
+  assert bool(state.foreign)  # what is verified behind its drafts has no keys of its own
+  if temperature:
+    np.testing.assert_array_equal(found.probs[2:, :L], own.probs[2:])
+    np.testing.assert_array_equal(
+        found.probs[2:, L:], jax.nn.one_hot(found.tokens[2:, L:], tiny.VOCAB))
 
-@pytest.mark.parametrize("kind", ["small_lm", "eagle3"])
-def test_other_drafts_and_skipped_turns_leave_no_hole(kind, monkeypatch):
+
+@pytest.mark.parametrize("kind, sizes", [
+    ("small_lm", "2-1"), ("eagle3", "2-1"), ("small_lm", "2-2+1"), ("eagle3", "2-2+2")])
+def test_other_drafts_and_skipped_turns_leave_no_hole(kind, sizes, monkeypatch):
   """CASES 6 and 7: one row at a time the learned part is skipped whenever there is a match; in a
   batch it rarely is. Both accept what a learned part accepts that reads its whole text anew."""
   target = tiny.target() if kind == "small_lm" else test_eagle3.target()
@@ -77,7 +96,7 @@ def test_other_drafts_and_skipped_turns_leave_no_hole(kind, monkeypatch):
   prompts = [*LOOPS, *tiny.prompts(4, seed=5)]
   options = dict(draft_len=4, max_new_tokens=40)
   decode = lambda prompts: spec_jax.generate(
-      target, over(learned, "2-1"), prompts, batch_size=len(prompts), **options)
+      target, over(learned, sizes), prompts, batch_size=len(prompts), **options)
   together, alone = decode(prompts), [decode([p]) for p in prompts]
   plain = spec_jax.generate(target, None, prompts, batch_size=8, max_new_tokens=40)
   assert together.tokens == plain.tokens == [out.tokens[0] for out in alone]
@@ -99,9 +118,12 @@ def test_by_name(tmp_path):
   made = drafters.load_drafter(f"lookup:{tmp_path / 'd'}", tiny.target()).module
   assert (made.ngram.n_max, made.ngram.n_min) == (3, 2) and made.learned.kind == "small_lm"
   made = drafters.load_drafter("lookup:5-3:self", tiny.target()).module
-  assert (made.ngram.n_max, made.ngram.n_min) == (5, 3)
+  assert (made.ngram.n_max, made.ngram.n_min, made.learned_len) == (5, 3, 0)
+  made = drafters.load_drafter("lookup:5-3+2:self", tiny.target()).module
+  assert (made.ngram.n_max, made.ngram.n_min, made.learned_len) == (5, 3, 2)
   for bad, said in [("lookup:", "write lookup:SOURCE"), ("lookup:ngram", "write lookup:SOURCE"),
                     ("lookup:3-2:", "write lookup:SOURCE"), ("lookup:2-3:self", "1 <= MIN <= MAX"),
+                    ("lookup:3-2+0:self", "DRAFTS >= 1"),
                     ("lookup:no/such", "no such folder")]:
     with pytest.raises(UserError, match=said):
       drafters.load_drafter(bad, tiny.target())

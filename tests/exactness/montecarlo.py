@@ -54,9 +54,9 @@ def reader(kind: str) -> Drafter:
 
 
 @functools.cache
-def looked_up() -> Drafter:
+def looked_up(learned_len: int = 0) -> Drafter:
   """Prompt lookup over the drafter of the other tests: both parts draft in most rounds."""
-  return drafters.wrap("lookup", "lookup", Lookup(NGram(2, 1), drafter().module))
+  return drafters.wrap("lookup", "lookup", Lookup(NGram(2, 1), drafter().module, learned_len))
 
 
 def exact_law(prompt, count, transform, layers: int = 1) -> dict[tuple[int, ...], float]:

@@ -32,11 +32,13 @@ def test_the_law_of_the_loop(rule, draft_len, capsys):
 
 
 @pytest.mark.parametrize("kind, rule", [
-    ("lookup", "ratio"), ("eagle3", "ratio"), ("dflash", "ratio"), ("dspark", "block")])
+    ("lookup", "ratio"), ("lookup+1", "ratio"), ("eagle3", "ratio"), ("dflash", "ratio"),
+    ("dspark", "block")])
 def test_the_law_with_every_drafter(kind, rule, capsys):
   """The q that each returns is what its drafts were drawn from, also given the drafts before."""
-  layers = 1 if kind == "lookup" else 7
-  made = montecarlo.looked_up() if kind == "lookup" else montecarlo.reader(kind)
+  composed = kind.startswith("lookup")
+  layers = 1 if composed else 7
+  made = montecarlo.looked_up(int(kind[7:] or 0)) if composed else montecarlo.reader(kind)
   tallies = counts(NUMBER // 4, 2, 4, layers, drafter=made, rule=rule, temperature=1.0)
   for prompt, tally in zip(montecarlo.PROMPTS, tallies, strict=True):
     p_value, least = chi_square(tally, exact_law(prompt, 3, softmax, layers), 3)

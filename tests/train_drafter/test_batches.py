@@ -6,13 +6,15 @@ import hashlib
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from train_drafter.batches import Ahead, Document, Packer
+from spec_jax.errors import UserError
+from train_drafter.batches import Document, Packer, ahead
 from train_drafter.store import StoredDocument
 
 ROOT = Path(__file__).parents[2]
@@ -218,23 +220,33 @@ def test_validation_comes_once_and_in_order():
 
 
 def test_made_ahead_is_the_same():
-  """In any order of steps, also after a jump, and never behind the last one."""
+  """From any step on, each once, the next one before it is asked for, none behind the last."""
   docs = documents(40)
-  plain, made = packer(docs), []
+  plain, made, next_made = packer(docs), [], threading.Event()
 
-  class Counted(Packer):
-    def batch(self, step):
-      made.append(step)
-      return super().batch(step)
+  def make(step):
+    made.append(step)
+    if step == 4:
+      next_made.set()
+    return plain.batch(step)
 
-  ahead = Ahead(Counted(docs, rows=3, seq_len=24, chunk=8, seed=5), steps=8)
-  for step in (0, 1, 2, 6, 7):
-    ours, theirs = ahead.batch(step), plain.batch(step)
+  batches = ahead(make, 3, 8)
+  first = next(batches)
+  assert next_made.wait(10)
+  for step, ours in zip(range(3, 8), [first, *batches], strict=True):
+    theirs = packer(docs).batch(step)
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
       np.testing.assert_array_equal(ours[name], value)
-  ahead.close()
-  assert sorted(set(made)) == [0, 1, 2, 3, 6, 7]
+  assert made == [3, 4, 5, 6, 7]
+
+
+def test_an_error_of_a_batch_reaches_the_caller():
+  def make(step):
+    raise UserError(f"batch {step} is broken")
+
+  with pytest.raises(UserError, match="batch 2 is broken"):
+    next(ahead(make, 2, 4))
 
 
 class Stored(StoredDocument):
