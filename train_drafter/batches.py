@@ -76,8 +76,8 @@ class Packer:
 
   Every epoch shuffles the documents anew and fills rows first-fit (grain's packing bounds the
   tokens of a row but not its supervised positions, and gives up access by step); what does not fill
-  a last batch waits for the next epoch's order. Documents in a row are kept apart by segment ids and
-  each has its own positions from 0.
+  a last batch waits for the next epoch's order. Documents in a row are kept apart by segment ids
+  and each has its own positions from 0.
   """
 
   def __init__(
