@@ -47,6 +47,13 @@ class Document:
         self, tokens=self.tokens[:length], logsumexp=self.logsumexp[:keep], best=self.best[:keep],
         hidden=None if self.hidden is None else self.hidden[:keep])
 
+  def answer_alone(self) -> "Document":
+    """The document with the answer's tokens alone supervised, where the prompt's are too."""
+    first = max(self.stored.first_answer - 1, self.first)
+    skip = first - self.first
+    return dataclasses.replace(
+        self, first=first, logsumexp=self.logsumexp[skip:], best=self.best[skip:])
+
   def teacher_states(self) -> np.ndarray:
     """[n - 1 - first, D] bfloat16."""
     if self.hidden is not None:

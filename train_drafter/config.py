@@ -116,6 +116,9 @@ class TrainConfig:
   dtype: str = "bfloat16"  # of the matmuls; master weights are float32
   # small_lm, eagle3: share of steps that learn from the drafter's own text, scored by the target.
   on_policy_fraction: float = 0.0
+  # Learn from the prompts' tokens too, as the target reads them (features.mode=store): two to three
+  # times the supervised tokens of the same features, but not the target's own text.
+  prompt_tokens: bool = False
   teacher_temperature: float = 1.0  # divides the logits of both sides of the loss
   chunk: int = 256  # supervised positions scored at once
   # Ids of the draft vocabulary that a step scores: those of the batch and a random choice of the
@@ -305,6 +308,11 @@ def validate(cfg: Config) -> None:
     if 0 < cfg.drafter.draft_vocab <= cfg.train.sampled_vocab:
       raise UserError(f"train.sampled_vocab={cfg.train.sampled_vocab} must be below "
                       f"drafter.draft_vocab={cfg.drafter.draft_vocab}")
+  if cfg.train.prompt_tokens and (cfg.drafter.kind == "small_lm" or cfg.features.mode != "store"
+                                  or cfg.train.on_policy_fraction):
+    raise UserError("train.prompt_tokens=True needs a feature store of whole documents: not for "
+                    "drafter.kind=small_lm, features.mode other than store, nor "
+                    "train.on_policy_fraction above 0")
   if cfg.train.first_step_share and cfg.drafter.kind != "eagle3":
     raise UserError(
         f"train.first_step_share={cfg.train.first_step_share} needs a drafter whose training "

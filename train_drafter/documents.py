@@ -23,7 +23,7 @@ from spec_jax.errors import UserError
 from spec_jax.target import Target
 from train_drafter import distributed
 from train_drafter.batches import Document
-from train_drafter.config import Config, GenerateConfig
+from train_drafter.config import Config
 from train_drafter.generate import Answer
 from train_drafter.progress import Bar
 from train_drafter.store import StoredDocument
@@ -59,10 +59,11 @@ def prepare(
   """
   if not answers:
     raise UserError("train: the generate stage left no answers")
-  whole = [(a.prompt, _document(a, cfg.generate)) for a in answers]
+  whole = [(a.prompt, _document(a, cfg)) for a in answers]
   documents, of_prompt, dropped = [], {}, 0
   path = (upstream or folder) / (
-      f"teacher-{cfg.train.dtype}-T{cfg.train.teacher_temperature:g}.npz")
+      f"teacher-{cfg.train.dtype}-T{cfg.train.teacher_temperature:g}"
+      + "-prompts" * cfg.train.prompt_tokens + ".npz")
   if whole[0][1].sparse:
     scored = [_sparse_statistics(d) for _, d in whole]
   else:
@@ -94,6 +95,8 @@ def prepare(
   kept, held = [], []
   for i in np.random.default_rng(cfg.train.seed).permutation(len(prompts)):
     (held if len(held) < cfg.train.validation else kept).extend(of_prompt[prompts[i]])
+  if cfg.train.prompt_tokens:  # what is measured is answers in any case
+    held = [d for d in map(Document.answer_alone, held) if d.supervised > 0]
   if not kept:
     raise UserError(f"train.validation={cfg.train.validation} leaves none of {len(documents)} "
                     "answers to train")
@@ -118,16 +121,17 @@ def choose_vocabulary(counts: np.ndarray, size: int, config) -> np.ndarray | Non
   return np.sort(np.argsort(-ranked, kind="stable")[:size]).astype(np.int32)
 
 
-def _document(source: Answer | StoredDocument, options: GenerateConfig) -> Document:
+def _document(source: Answer | StoredDocument, cfg: Config) -> Document:
   """A document whose teacher statistics are still missing."""
-  nothing = np.zeros(0, np.float32)
+  options, nothing = cfg.generate, np.zeros(0, np.float32)
   if isinstance(source, Answer):
     return Document(source.tokens, source.prompt_len - 1, source.hidden, nothing, nothing,
                     temperature=float(source.temperature))
   # An answer's first token is predicted by the prompt's last one.
   # The store does not keep temperatures: single answers took them in the order of their prompts.
   known = options.temperatures[source.prompt % len(options.temperatures)]
-  return Document(source.tokens, source.first_answer - 1, None, nothing, nothing, source,
+  first = 0 if cfg.train.prompt_tokens else source.first_answer - 1
+  return Document(source.tokens, first, None, nothing, nothing, source,
                   temperature=float(known) if options.answers == 1 else -1.0)
 
 

@@ -34,7 +34,7 @@ BAD = [
     ("train.optimizer", "sgd"), ("train.loss", "mse"), ("train.steps", -1), ("train.steps", 2.5),
     ("train.budget_s", -1.0),
     ("train.batch_rows", 0), ("train.seq_len", 7), ("train.lr", -1e-3), ("train.lr", NAN),
-    ("train.on_policy_fraction", 1.5), ("train.sampled_vocab", -1),
+    ("train.on_policy_fraction", 1.5), ("train.sampled_vocab", -1), ("train.prompt_tokens", True),
     ("train.ce_share", 1.5), ("train.first_step_share", -0.1),
     ("evaluate.longest_draft_len", 0),
     ("train.lr", INF), ("train.lr", "1e-3"), ("train.warmup", 1.5), ("train.final_lr", -0.1),
