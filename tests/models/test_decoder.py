@@ -303,3 +303,18 @@ def test_divisors_replace_the_scaling():
   table = np.array([1.0, 2.0, 4.0, 8.0])
   np.testing.assert_allclose(
       rope_inverse_frequencies(cfg, table), rope_inverse_frequencies(cfg) / table, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_rows_are_written_where_they_begin_and_nowhere_else(count):
+  """Also one position at the very end of the buffer, which is written together with the one before
+  it on CPU."""
+  rng = np.random.default_rng(0)
+  old = rng.normal(size=(3, 2, 7, 4)).astype(np.float32)
+  new = rng.normal(size=(3, 2, count, 4)).astype(np.float32)
+  for start in ([0, 3, 7 - count], [7 - count, 1, 0]):
+    expected = old.copy()
+    for row, at in enumerate(start):
+      expected[row, :, at:at + count] = new[row]
+    found = jax.jit(write_rows)(old, new, jnp.asarray(start))
+    np.testing.assert_array_equal(found, expected)
