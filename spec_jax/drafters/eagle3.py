@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from spec_jax import sampling as sampling_lib
 from spec_jax import sharding
-from spec_jax.drafters.head import LearnedDrafter
+from spec_jax.drafters.head import LearnedDrafter, follow
 from spec_jax.errors import UserError
 from spec_jax.models.attention import attend, attend_own, causal_blocks
 from spec_jax.models.cache import write_rows
@@ -202,14 +202,8 @@ class Eagle3(LearnedDrafter):
       token, probs = pick(self._score(hidden[:, 0], target), offset + 1, u)
       return (state, token, hidden), (token, probs)
 
-    (state, _, _), (rest, rest_probs) = jax.lax.scan(
-        step, (state, first, last), (jnp.arange(draft_len - 1), u[:, 1:].T),
-        unroll=True)  # a loop in a loop copies the cache in every step
-    drafted = jnp.concatenate([first[:, None], rest.T], 1)
-    if probs is None:
-      return Proposal(drafted, None), state
-    all_probs = jnp.concatenate([probs[:, None], rest_probs.transpose(1, 0, 2)], 1)
-    return Proposal(drafted, all_probs), state
+    proposal, (state, _, _) = follow(step, (state, first, last), first, probs, u)
+    return proposal, state
 
   def _score(self, hidden, target):
     return self.logits(self._normed(hidden), target)

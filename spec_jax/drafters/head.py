@@ -3,8 +3,10 @@ how a token and its q come out of the logits.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -15,7 +17,32 @@ from spec_jax.models.config import DecoderConfig
 from spec_jax.models.decoder import Decoder, linear
 from spec_jax.models.quant import Int8Weight
 from spec_jax.sampling import Sampling
-from spec_jax.types import Context, TrainStates
+from spec_jax.types import Context, Proposal, TrainStates
+
+
+def follow(
+    step: Callable, carry: Any, first: Int[Array, " B"], probs: Float[Array, "B V"] | None,
+    u: Float[Array, "B K"],
+) -> tuple[Proposal, Any]:
+  """The drafts behind the first one, each from a step of its own.
+
+  Args:
+    step: (carry, (place of the draft before, uniform draws [B])) -> (carry, (token, q)).
+    carry: before the second draft.
+    first, probs: the first draft and its q.
+    u: the draws of the block; those of the first draft are used up.
+
+  Returns:
+    All K drafts, and the last carry.
+  """
+  # Unrolled: a loop within the loop of rounds copies caches in every step (XLA:CPU).
+  carry, (rest, rest_probs) = jax.lax.scan(
+      step, carry, (jnp.arange(u.shape[1] - 1), u[:, 1:].T), unroll=True)
+  drafted = jnp.concatenate([first[:, None], rest.T], 1)
+  if probs is None:
+    return Proposal(drafted, None), carry
+  return Proposal(
+      drafted, jnp.concatenate([probs[:, None], rest_probs.transpose(1, 0, 2)], 1)), carry
 
 
 class LearnedDrafter(nnx.Module):

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -11,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from spec_jax import sampling as sampling_lib
-from spec_jax.drafters.head import LearnedDrafter
+from spec_jax.drafters.head import LearnedDrafter, follow
 from spec_jax.models.cache import init_cache, insert_rows
 from spec_jax.models.config import DecoderConfig
 from spec_jax.models.decoder import Decoder, Stack, block_shapes, embed_rows
@@ -99,14 +98,8 @@ class SmallLM(LearnedDrafter):
       token, probs = pick(logits, offset + 1, u)
       return (state, token), (token, probs)
 
-    (state, _), (rest, rest_probs) = jax.lax.scan(
-        step, (state, first), (jnp.arange(draft_len - 1), u[:, 1:].T),
-        unroll=True)  # a loop in a loop copies the cache in every step
-    drafted = jnp.concatenate([first[:, None], rest.T], 1)
-    if probs is None:
-      return Proposal(drafted, None), state
-    all_probs = jnp.concatenate([probs[:, None], rest_probs.transpose(1, 0, 2)], 1)
-    return Proposal(drafted, all_probs), state
+    proposal, (state, _) = follow(step, (state, first), first, probs, u)
+    return proposal, state
 
   def own_tensors(self) -> dict[str, Weight]:
     """The tensors of the stack by canonical name."""
