@@ -229,10 +229,11 @@ class Packer:
 def ahead(
     make: Callable[[int], dict[str, np.ndarray] | None], start: int, steps: int,
 ) -> Iterator[dict[str, np.ndarray] | None]:
-  """`make(step)` of the steps start...steps - 1; the next one, which may be read from disk, is made
-  while one is used."""
+  """`make(step)` of the steps start...steps - 1, None where it makes none; the next one, which may
+  be read from disk, is made while one is used."""
   batches = grain.MapDataset.range(start, steps).map(make)
-  return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)))
+  return iter(batches.to_iter_dataset(
+      grain.ReadOptions(num_threads=1, prefetch_buffer_size=1), allow_nones=True))
 
 
 def shuffled(count: int, seed: int, epoch: int) -> list[int]:

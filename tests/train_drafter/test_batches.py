@@ -241,6 +241,12 @@ def test_made_ahead_is_the_same():
   assert made == [3, 4, 5, 6, 7]
 
 
+def test_a_step_without_a_batch_keeps_its_turn():
+  """As on-policy steps: None stands at its step and moves none of the others."""
+  assert list(ahead(lambda step: step if step % 3 else None, 3, 8)) == [None, 4, 5, None, 7]
+  assert list(ahead(lambda step: step, 8, 8)) == []
+
+
 def test_an_error_of_a_batch_reaches_the_caller():
   def make(step):
     raise UserError(f"batch {step} is broken")
