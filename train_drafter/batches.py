@@ -128,10 +128,11 @@ class Packer:
     return self._arrays(rows) | {"step": np.int32(step)}
 
   def of(self, documents: Sequence[Document]) -> dict[str, np.ndarray]:
-    """A batch of other documents, in the same shapes; what finds no place in it is left out."""
+    """A batch of other documents without features, in the same shapes; what finds no place in it is
+    left out."""
     most = self.row_supervised
     other = copy.copy(self)
-    other._empty = {}
+    other._empty, other.features = {}, 0  # what no store has is computed (`extract.with_features`)
     other.documents = [d if d.supervised <= most else d.cut(d.first + 1 + most) for d in documents]
     return other._arrays(other._pack(range(len(documents)))[:self.rows])
 

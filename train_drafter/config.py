@@ -355,6 +355,8 @@ def _check_types(cfg: Config) -> None:
         raise UserError(f"{name}={value!r} must be of type {text}")
       if kind is float and not all(map(math.isfinite, items)):
         raise UserError(f"{name}={value} must be finite")
+      if kind is int and not all(-2**31 <= x < 2**31 for x in items):
+        raise UserError(f"{name}={value} must be below 2**31")
 
 
 def template_args(cfg: Config) -> dict[str, bool | int | str]:

@@ -126,12 +126,17 @@ def taps_of(cfg: Config, num_layers: int) -> tuple[int, ...]:
   """
   kind = cfg.drafter.kind
   taps: tuple[int, ...] = ()
-  if kind == "eagle3":
-    from spec_jax.drafters import eagle3
-    taps = tuple(eagle3.eagle3_taps(num_layers))
-  elif kind in ("dflash", "dspark"):
-    from spec_jax.drafters import dflash
-    taps = tuple(dflash.dflash_taps(num_layers, cfg.drafter.num_taps))
+  named = f"drafter.kind={kind!r}"
+  try:
+    if kind == "eagle3":
+      from spec_jax.drafters import eagle3
+      taps = tuple(eagle3.eagle3_taps(num_layers))
+    elif kind in ("dflash", "dspark"):
+      from spec_jax.drafters import dflash
+      named = f"drafter.num_taps={cfg.drafter.num_taps}"
+      taps = tuple(dflash.dflash_taps(num_layers, cfg.drafter.num_taps))
+  except UserError as error:
+    raise UserError(f"{named}: {error}") from None
   # The decoder returns them in this order and each once, whatever it is asked.
   if list(taps) != sorted(set(taps) & set(range(num_layers))):
     raise UserError(f"drafter.kind={kind!r} reads layers {taps}, which must ascend within the "

@@ -24,7 +24,7 @@ import numpy as np
 from spec_jax.errors import UserError
 from spec_jax.generate import Finished, Run, encode_prompt
 from spec_jax.models.config import DecoderConfig
-from spec_jax.target import Target
+from spec_jax.target import Target, default_mask_id
 from train_drafter import config as config_lib
 from train_drafter import distributed, manifest, placement
 from train_drafter.checkpoint import GracefulExit
@@ -117,6 +117,8 @@ def check_later_stages(cfg: Config, target: Target, evaluation: Sequence[dict]) 
     UserError: names the field, or the evaluation prompt that is longer than the context.
   """
   check_layers(cfg, target.config)
+  if cfg.drafter.kind in ("dflash", "dspark") and cfg.drafter.mask_id < 0:
+    default_mask_id(target)
   if cfg.evaluate.path:
     evaluation_set(dataclasses.replace(cfg.prompts, eval_path=cfg.evaluate.path))
   args = config_lib.template_args(cfg)
@@ -128,20 +130,34 @@ def check_later_stages(cfg: Config, target: Target, evaluation: Sequence[dict]) 
 
 
 def check_layers(cfg: Config, target: DecoderConfig) -> None:
-  """Refuses a drafter that copies or taps layers that the target does not have.
+  """Refuses a drafter that copies or taps layers, or names ids, that the target does not have.
 
   Raises:
-    UserError: names the field and the layers there are, or the target is too shallow.
+    UserError: names the field and what there is, or the target is too shallow.
   """
   from train_drafter.extract import taps_of  # which reads this file
 
-  layers, held = cfg.drafter.init_layers, target.num_layers
-  if cfg.drafter.init == "target" and max(layers) >= held:
+  layers, held, ids = cfg.drafter.init_layers, target.num_layers, target.vocab_real
+  # A small_lm of random weights takes no more from them than their number, where all are alike.
+  random = (cfg.drafter.init == "random" and cfg.drafter.kind == "small_lm"
+            and not target.local_layers)
+  if max(layers) >= held and not random:
     raise UserError(f"drafter.init_layers={layers} must name layers 0..{held - 1} of the target")
   taps_of(cfg, held)
-  if cfg.evaluate.draft_len >= target.max_position:
-    raise UserError(f"evaluate.draft_len={cfg.evaluate.draft_len} must be below the target's "
-                    f"context of {target.max_position} tokens")
+  for name in ("draft_len", "longest_draft_len", "more_draft_lens"):
+    value = getattr(cfg.evaluate, name)
+    if np.max(value, initial=0) >= target.max_position:
+      raise UserError(f"evaluate.{name}={value} must be below the target's context of "
+                      f"{target.max_position} tokens")
+  if cfg.drafter.kind in ("dflash", "dspark") and cfg.drafter.mask_id >= target.vocab_size:
+    raise UserError(f"drafter.mask_id={cfg.drafter.mask_id} must be an id of the target, below "
+                    f"{target.vocab_size}")
+  if cfg.train.sampled_vocab >= min(cfg.drafter.draft_vocab or ids, ids):
+    raise UserError(f"train.sampled_vocab={cfg.train.sampled_vocab} must be below the draft "
+                    f"vocabulary, of the target's {ids} ids at most")
+  if cfg.features.mode == "topk" and cfg.features.topk > ids:
+    raise UserError(f"features.topk={cfg.features.topk} is larger than the target's vocabulary of "
+                    f"{ids} ids")
 
 
 def load_answers(folder: Path) -> list[Answer]:

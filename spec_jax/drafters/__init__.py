@@ -53,6 +53,7 @@ __all__ = ["DRAFTERS", "LEARNED", "Drafter", "build", "init_from_target", "init_
 DRAFTERS = {"ngram": NGram, "lookup": Lookup, "small_lm": SmallLM, "eagle3": Eagle3,
             "dflash": DFlash, "dspark": DSpark}
 LEARNED = ("small_lm", "eagle3", "dflash", "dspark")
+_LONGEST_NGRAM = 32  # every length is compiled
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -407,8 +408,8 @@ def parse_ngram(source: str) -> NGram:
     n_max, n_min = (int(part) for part in sizes.split("-")) if name == "ngram" else ()
   except ValueError:
     raise UserError(f"drafter={source!r}: write ngram:MAX-MIN, for example ngram:3-1") from None
-  if not 1 <= n_min <= n_max:
-    raise UserError(f"drafter={source!r}: needs 1 <= MIN <= MAX")
+  if not 1 <= n_min <= n_max <= _LONGEST_NGRAM:
+    raise UserError(f"drafter={source!r}: needs 1 <= MIN <= MAX <= {_LONGEST_NGRAM}")
   return NGram(n_max, n_min)
 
 

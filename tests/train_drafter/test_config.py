@@ -57,6 +57,9 @@ BAD = [
     ("drafter.steps", 0), ("drafter.num_taps", 0), ("drafter.block_size", 1),
     ("drafter.anchors", 0), ("drafter.mask_id", -2), ("drafter.markov_rank", 0),
     ("train.position_weight", "linear"), ("evaluate.lookup", "1-3"),
+    ("evaluate.lookup", "3-2+0"), ("evaluate.lookup", "3-2+x"), ("evaluate.lookup", "+2"),
+    ("evaluate.lookup", "33-2"), ("evaluate.ngram", "ngram:100-1"), ("train.steps", 10**20),
+    ("drafter.init_layers", (0, 2**31)), ("evaluate.draft_len", 10**20),
     ("evaluate.seed", 2**31), ("export.prompts", 0),
     ("mesh.data", -2), ("mesh.fsdp", 0), ("mesh.tensor", 0)]
 

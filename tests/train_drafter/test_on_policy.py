@@ -4,18 +4,60 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
-from spec_jax import sampling, verify
+from spec_jax import drafters, sampling, verify
 from spec_jax.errors import UserError
 from spec_jax.generate import Run
 from spec_jax.types import Proposal
 from tests import tiny
+from tests.drafters import test_eagle3
 from tests.train_drafter.training import documents, head_of, make_config, module_of, pack
 from train_drafter import config as config_lib
 from train_drafter import train
 from train_drafter.on_policy import OnPolicy
+from train_drafter.store import StoredDocument
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored(StoredDocument):
+  """A document of a store, in memory."""
+
+  states: np.ndarray = None
+  sparse = False
+
+  def features(self, start, stop):
+    return np.ones((stop - start, 3 * self.states.shape[1]), ml_dtypes.bfloat16)
+
+  def last_hidden(self, start, stop):
+    return self.states[start:stop]
+
+
+def test_beside_a_store_the_features_of_its_own_text_are_the_targets():
+  target = test_eagle3.target()
+  module = drafters.init_learned("eagle3", target, (7,), steps=2)
+  docs = []
+  for i, d in enumerate(documents(target=target)):
+    states = np.zeros((len(d.tokens), target.config.hidden_size), ml_dtypes.bfloat16)
+    kept = Stored(i, i, d.tokens, d.first + 1, None, i, 0, states)
+    docs.append(dataclasses.replace(d, hidden=None, stored=kept))
+  cfg = make_config(on_policy_fraction=0.5)
+  cfg.drafter.kind, cfg.evaluate.draft_len = "eagle3", 3
+  source = OnPolicy(cfg, target, pack(docs, cfg, features=3 * target.config.hidden_size))
+  theirs = source.packer.batch(0)
+  assert "features" in theirs
+  batch = train.with_features(source.batch(4, module), module.taps, target)
+  assert {name: (x.shape, x.dtype) for name, x in batch.items()} == {
+      name: (x.shape, x.dtype) for name, x in theirs.items()}
+  live = batch["segments"] >= 0
+  features = target.module.hidden(
+      *(jnp.asarray(batch[n]) for n in ("tokens", "positions")), taps=module.taps,
+      segments=jnp.asarray(batch["segments"])).features
+  np.testing.assert_allclose(
+      np.asarray(batch["features"], np.float32)[live], np.asarray(features)[live], rtol=2.0**-7,
+      atol=2e-3)
 
 
 def test_every_draft_is_kept():

@@ -12,9 +12,12 @@ import spec_jax
 from spec_jax.errors import UserError
 from spec_jax.weights.safetensors import write_folder
 from tests import tiny
+from tests.drafters import test_eagle3
 from tests.train_drafter import tiny_run
 from tests.weights import toy
+from train_drafter import config as config_lib
 from train_drafter import evaluate, export, extract, generate, prompts, report, train, verify_store
+from train_drafter.config import Config
 
 KINDS = ("eagle3", "dflash", "dspark")
 
@@ -123,6 +126,38 @@ def test_a_sparse_teacher_trains(answered, tmp_path):
   assert held["all"]["alpha_lower"] == pytest.approx(held["all"]["alpha"], abs=1e-3)
   assert held["few"]["alpha_lower"] < held["few"]["alpha"] - 0.01
   assert "alpha_lower" not in held["store"]
+
+
+@pytest.mark.parametrize("changes, match", [
+    ({"drafter.init_layers": (0, 8)}, r"drafter.init_layers=\(0, 8\) must name layers 0..7"),
+    ({"drafter.init_layers": (0, 8), "drafter.init": "random"}, "drafter.init_layers"),
+    ({"drafter.num_taps": 9}, "drafter.num_taps=9: the target has 8 layers, too few for 9 taps"),
+    ({"drafter.mask_id": 64}, "drafter.mask_id=64 must be an id of the target, below 64"),
+    ({"features.mode": "topk", "features.topk": 65}, "features.topk=65 is larger than .* of 64"),
+    ({"drafter.kind": "eagle3", "train.sampled_vocab": 64}, "train.sampled_vocab=64 must be below"),
+    ({"drafter.kind": "small_lm", "evaluate.more_draft_lens": (3, 256)},
+     r"evaluate.more_draft_lens=\(3, 256\) must be below the target's context of 256 tokens")])
+def test_what_does_not_fit_the_target_is_refused_early(changes, match):
+  cfg = Config()
+  cfg.drafter.kind, cfg.drafter.init_layers, cfg.drafter.num_taps = "dspark", (6, 7), 3
+  config = tiny.config(vocab_size=64, num_layers=8, max_position=256)
+  config_lib.validate(cfg)
+  generate.check_layers(cfg, config)
+  for name, value in changes.items():
+    section, field = name.split(".")
+    setattr(getattr(cfg, section), field, value)
+  config_lib.validate(cfg)
+  with pytest.raises(UserError, match=match):
+    generate.check_layers(cfg, config)
+
+
+def test_a_target_without_a_free_token_for_the_mask_is_refused_early():
+  cfg, target = Config(), test_eagle3.target()
+  cfg.drafter.kind, cfg.drafter.init_layers, cfg.drafter.num_taps = "dflash", (6, 7), 3
+  with pytest.raises(UserError, match="no unused control token .*drafter.mask_id"):
+    generate.check_later_stages(cfg, target, [])
+  cfg.drafter.mask_id = 5
+  generate.check_later_stages(cfg, target, [])
 
 
 def test_what_cannot_be_trained_is_refused_early(answered, tmp_path):

@@ -149,6 +149,13 @@ def test_a_folder_that_does_not_match_is_refused(written, kind, changes, match):
     start.begin_with(config_for(written, kind, **changes), folders.target())
 
 
+def test_a_head_that_is_trained_is_scored_whole(written):
+  cfg = config_for(written, "eagle3")
+  cfg.train.sampled_vocab = 4
+  with pytest.raises(UserError, match="init_from=.* a head of its own.*train.sampled_vocab=4"):
+    start.begin_with(cfg, folders.target())
+
+
 def test_other_taps_and_another_target_are_refused(written, monkeypatch):
   monkeypatch.setattr(start, "taps_of", lambda cfg, layers: (1, 2, 4))
   with pytest.raises(UserError, match=r"has taps \(1, 2, 5\), this run \(1, 2, 4\)"):
