@@ -36,8 +36,7 @@ def parts(cfg: Any, layers: Callable[[str], int]) -> dict[str, dict]:
   if "extract" in sources(cfg):
     features = config_lib.part(cfg, "features", without=NOT_STORED)
     out["extract"] = {**features, "taps": list(taps_of(cfg, layers(cfg.target.source)))}
-  out["train"] = config_lib.part(
-      cfg, "drafter", "train", without=("train.profile", "train.keep"))
+  out["train"] = config_lib.train_part(cfg)
   return out
 
 

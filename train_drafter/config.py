@@ -104,6 +104,7 @@ class TrainConfig:
   # Seconds of one run, which stops at 1.15 times this (but not before 20 steps); 0 for no limit.
   budget_s: float = 480.0
   batch_rows: int = 4
+  micro_batches: int = 1  # batches of batch_rows whose gradients a step adds up, one at a time
   seq_len: int = 512
   optimizer: str = "adamw"  # or muon: its step for matrices of the layers, AdamW for the rest
   lr: float = 4e-3
@@ -220,6 +221,7 @@ _AT_LEAST = {  # field -> smallest value allowed
     "drafter.draft_vocab": 0, "drafter.steps": 1, "drafter.num_taps": 1, "drafter.block_size": 2,
     "drafter.anchors": 1, "drafter.mask_id": -1, "drafter.markov_rank": 1,
     "train.steps": 0, "train.budget_s": 0, "train.batch_rows": 1, "train.seq_len": 8,
+    "train.micro_batches": 1,
     "train.lr": 0, "train.clip": 0, "train.max_bad_steps": 1, "train.chunk": 1,
     "train.validation": 1, "train.sampled_vocab": 0, "train.eval_every": 0, "train.keep": 1,
     "train.weight_decay": 0,
@@ -317,6 +319,9 @@ def validate(cfg: Config) -> None:
     raise UserError(
         f"train.first_step_share={cfg.train.first_step_share} needs a drafter whose training "
         f"simulates drafting step by step (eagle3), not {cfg.drafter.kind}")
+  if cfg.train.micro_batches > 1 and cfg.train.on_policy_fraction and cfg.features.mode == "topk":
+    raise UserError(f"train.micro_batches={cfg.train.micro_batches} cannot mix the sparse teacher "
+                    "of features.mode='topk' with on-policy batches, which have a whole one")
   if cfg.features.mode == "topk" and cfg.train.teacher_temperature != 1:
     raise UserError(f"train.teacher_temperature={cfg.train.teacher_temperature} must be 1.0 with "
                     "features.mode='topk': the store keeps probabilities at temperature 1")
@@ -382,6 +387,13 @@ def part(cfg: Config, *names: str, without: tuple[str, ...] = ()) -> dict:
     section, name = entry.split(".")
     out[section].pop(name)
   return out
+
+
+def train_part(cfg: Config) -> dict:
+  """What a trained drafter depends on, for the manifest of its stage. A field that came later is
+  left out at the value that older folders were made with."""
+  later = ("train.micro_batches",) if cfg.train.micro_batches == 1 else ()
+  return part(cfg, "drafter", "train", without=("train.profile", "train.keep", *later))
 
 
 def _get(cfg, name: str):

@@ -98,7 +98,7 @@ class MetricLog:
     """Writes the metrics of a step (by now computed); returns the progress note.
 
     Args:
-      step: batches consumed.
+      step: updates whose batches are consumed.
       sums: of `train_step`.
       setup: the `Setup` of train.py, for schedule and limits.
       packer: for the epoch.
@@ -111,7 +111,7 @@ class MetricLog:
     row = means(values) | {
         "grad_norm": float(values["grad_norm"]),
         "lr": float(setup.schedule(step - 1 - skipped)),  # the schedule waits for skipped steps
-        "epoch": packer.epoch_of(step), "skipped": skipped}
+        "epoch": packer.epoch_of(step * setup.options.micro_batches), "skipped": skipped}
     self._write(step, "train", row)
     if values["bad"] >= setup.options.max_bad_steps:
       raise UserError(

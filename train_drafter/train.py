@@ -34,6 +34,7 @@ from train_drafter import (
   losses,
   manifest,
   metrics,
+  micro_batches,
   placement,
   replay,
   store,
@@ -66,7 +67,7 @@ class TrainState:
   Attributes:
     params: trained parameters, float32.
     opt_state: of optax.
-    step: batches consumed, an int32 scalar as the two that follow.
+    step: updates whose batches are consumed, an int32 scalar as the two that follow.
     bad: non-finite steps in a row.
     skipped: non-finite steps in all.
   """
@@ -116,7 +117,7 @@ def run(cfg: Config, workdir: Path) -> Path:
   folder = workdir / STAGE
   source = {name: manifest.require(workdir / name, name, cfg) for name in sources(cfg)}
   target = placement.load_target(cfg, cfg.train.dtype, own=False)
-  part = config_lib.part(cfg, "drafter", "train", without=("train.profile", "train.keep"))
+  part = config_lib.train_part(cfg)
   warm = begin_with(cfg, target)
   opened = manifest.begin(
       folder, stage=STAGE, config=part | warm.recorded(), inputs=source, target=target_id(target))
@@ -258,18 +259,15 @@ def batch_sums(
 
 
 @functools.partial(jax.jit, static_argnames=("setup",), donate_argnames=("state",))
-def train_step(setup: Setup, state: TrainState, frozen: Any, target_params: Any, batch: dict):
-  """One update; returns the new state and metrics as sums with their count.
+def train_step(setup: Setup, state: TrainState, frozen: Any, target_params: Any, batch: Any):
+  """One update from a batch or its micro-batches; returns the new state and metrics as sums with
+  their count.
 
   A step whose loss or gradient is not finite, or that has nothing supervised, changes no parameter.
   """
-  def mean_loss(params):
-    sums = batch_sums(
-        setup, params, frozen, target_params, batch, sampled=setup.options.sampled_vocab)
-    # Weights of a block sum to less than one each: the guard is for a batch without any.
-    return sums["loss"] / jnp.where(sums["weight"] > 0, sums["weight"], 1.0), sums
-
-  (loss, sums), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+  sums_of = lambda params, batch: batch_sums(
+      setup, params, frozen, target_params, batch, sampled=setup.options.sampled_vocab)
+  loss, sums, grads = micro_batches.mean_gradient(sums_of, state.params, batch)
   grads = sharding.pin(grads, setup.mesh, setup.head_dim)  # each sums its own slice
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -337,8 +335,8 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
   setup, state = make_setup(cfg, target, module, steps)
   programs = curriculum(setup, module)
   every = cfg.train.eval_every or max(1, steps // 10)
-  own = OnPolicy(cfg, target, packer) if cfg.train.on_policy_fraction else None
-  is_own = lambda step: own is not None and own.due(step)
+  own, each = OnPolicy(cfg, target, packer), cfg.train.micro_batches
+  make = lambda at: None if own.due(at) else packer.batch(at)
   deadline = began + 1.15 * cfg.train.budget_s if cfg.train.budget_s else float("inf")
   with Checkpoints(folder / "checkpoints", max_to_keep=cfg.train.keep, best="max") as saved, \
       GracefulExit() as stop:
@@ -352,20 +350,22 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
     with contextlib.closing(MetricLog(folder, step)) as log, \
         contextlib.closing(Profile(folder if cfg.train.profile else None)) as profile, \
         Bar("train", total=steps, start=step) as bar:
-      batches = ahead(lambda at: None if is_own(at) else packer.batch(at), step, steps)
+      batches = ahead(make, step * each, steps * each)
       while step < steps:
         profile.before(step - first)
-        batch = next(batches)
-        if batch is None:
-          batch = own.batch(step, drafter_of(setup, state.params, setup.frozen))
-        batch = with_features(batch, module.taps, target)
+        taken = []
+        for at in range(step * each, (step + 1) * each):
+          batch = next(batches)
+          if batch is None:
+            batch = own.batch(at, drafter_of(setup, state.params, setup.frozen))
+          taken.append(with_features(batch, module.taps, target))
         state, sums = train_step(
             programs.at(step, steps), state, setup.frozen, target.params,
-            sharding.place_rows(batch, setup.mesh))
+            micro_batches.place(taken, setup.mesh))
         step += 1
         note = None if last is None else log.step(*last, setup, packer)
         last = (step, sums)
-        bar.advance(1, amount=float(batch["weight"].sum()), note=note)
+        bar.advance(1, amount=float(sum(b["weight"].sum() for b in taken)), note=note)
         stopping, late = stop.agreed(
             step, late=time.monotonic() > deadline and step - first >= _LEAST_STEPS)
         due = step % every == 0 or step == steps or late
@@ -406,7 +406,7 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
             if "confidence_error" in record else ""))
   return {
       "steps": step, "planned_steps": steps, "skipped_steps": skipped, "best_step": best.step,
-      "validation": record, "epochs": packer.epoch_of(step),
+      "validation": record, "epochs": packer.epoch_of(step * each),
       "training_estimate": [
           {"temperature": 0.0, "first_position": record["greedy_match"]},
           {"temperature": cfg.train.teacher_temperature, "rule": "ratio",
@@ -424,14 +424,15 @@ def planned_steps(cfg, target, module, packer: Packer, folder: Path, began: floa
     except (ValueError, TypeError, KeyError):
       raise UserError(f"{path}: damaged; remove {folder} and run its stage again") from None
   setup, state = make_setup(cfg, target, module, 1000)
-  second = 0.0
+  second, each = 0.0, cfg.train.micro_batches
   for share, part in curriculum(setup, module).parts():
     times = []
     for step in range(_CALIBRATION):
       clock = time.monotonic()
-      batch = with_features(packer.batch(step), module.taps, target)
+      taken = [with_features(packer.batch(step * each + i), module.taps, target)
+               for i in range(each)]
       state, sums = train_step(part, state, setup.frozen, target.params,
-                               sharding.place_rows(batch, setup.mesh))
+                               micro_batches.place(taken, setup.mesh))
       jax.block_until_ready(sums)
       times.append(time.monotonic() - clock)
     second += share * float(np.median(times[1:]))

@@ -86,6 +86,18 @@ def test_behind_its_drafts_the_learned_part_leaves_the_block_to_the_lookup(tempe
         found.probs[2:, L:], jax.nn.one_hot(found.tokens[2:, L:], tiny.VOCAB))
 
 
+@pytest.mark.parametrize("K", [1, 3])
+def test_a_learned_part_as_long_as_the_block_is_all_of_it(K):
+  learned = tiny.weak_drafter()
+  whole, state = proposal(over(learned), LOOPS[1:3], 1.0, K)
+  for more in (0, 4):
+    found, other = proposal(over(learned, f"2-2+{K + more}"), LOOPS[1:3], 1.0, K)
+    np.testing.assert_array_equal(found.tokens, whole.tokens)
+    np.testing.assert_array_equal(found.probs, whole.probs)
+    assert bool(other.foreign) == bool(state.foreign)
+  assert not bool(proposal(over(learned, f"2-2+{K}"), LOOPS[2:], 1.0, K)[1].foreign)
+
+
 @pytest.mark.parametrize("kind, sizes", [
     ("small_lm", "2-1"), ("eagle3", "2-1"), ("small_lm", "2-2+1"), ("eagle3", "2-2+2")])
 def test_other_drafts_and_skipped_turns_leave_no_hole(kind, sizes, monkeypatch):
