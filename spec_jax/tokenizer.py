@@ -167,14 +167,14 @@ class Tokenizer:
     if model != "gpt2" and not pieces:
       raise UserError(f"tokenizer.ggml.model={model!r} is not supported (only 'gpt2' and 'llama', "
                       "byte-pair)")
-    if not pieces and pre not in _PRE:
+    if not pieces and (not isinstance(pre, str) or pre not in _PRE):
       raise UserError(f"tokenizer.ggml.pre={pre!r} is not supported (known: {', '.join(_PRE)})")
     default_bos = pieces or _PRE[pre][2]
     ranks = "scores" if pieces else "merges"
     strings, kinds, merges = get("ggml.tokens"), get("ggml.token_type"), get(f"ggml.{ranks}")
     for name, value in (("tokens", strings), ("token_type", kinds), (ranks, merges)):
-      if not value:
-        raise UserError(f"GGUF file has no tokenizer.ggml.{name}")
+      if not value or not isinstance(value, list):
+        raise UserError(f"GGUF file has no tokenizer.ggml.{name} (a list)")
     if len(kinds) != len(strings):
       raise UserError(f"tokenizer.ggml.token_type has {len(kinds)} entries for "
                       f"{len(strings)} tokens")
@@ -182,6 +182,9 @@ class Tokenizer:
     while real and kinds[real - 1] == _UNUSED:
       real -= 1
     strings, kinds = strings[:real], kinds[:real]
+    for name in ("ggml.bos_token_id", "ggml.unknown_token_id"):
+      if not isinstance(value := get(name, -1), int) or value >= real:
+        raise UserError(f"tokenizer.{name}={value!r} is none of the ids 0..{real - 1}")
     vocabulary = {string: i for i, string in enumerate(strings)}
     if len(vocabulary) != real:
       raise UserError("tokenizer.ggml.tokens names a token twice")

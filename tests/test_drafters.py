@@ -291,6 +291,13 @@ def test_the_work_folder_of_a_run_will_do(saved, tmp_path):
     assert loaded.name == str(tmp_path / "run" / "train" / "drafter")
 
 
+def test_a_work_folder_before_its_training_has_ended_says_so(tmp_path):
+  (tmp_path / "prompts").mkdir()
+  (tmp_path / "prompts" / "manifest.json").write_text("{}")
+  (tmp_path / "config.json").write_text("{}")
+  refused(tmp_path, "a work folder without a trained drafter")
+
+
 def test_another_tokenizer(saved, tmp_path):
   letters = tiny.tokenizer().token_strings()
   letters[10], letters[11] = letters[11], letters[10]
@@ -322,9 +329,9 @@ def test_damaged_folders(saved):
   write(config={**facts["config"], "intermediate_size": 40})
   refused(saved, r"w_gate has shape \(48, 32\), not \(40, 32\)")
   write(config={**facts["config"], "colour": 1})
-  refused(saved, "drafter.json cannot be read: .*colour")
+  refused(saved, "drafter.json: field config.colour=1 is not known")
   (saved / "drafter.json").write_text(json.dumps({k: facts[k] for k in facts if k != "config"}))
-  refused(saved, "drafter.json has no field 'config'")
+  refused(saved, "drafter.json: has no field 'config'")
   (saved / "drafter.json").write_text("{")
   refused(saved, "drafter.json cannot be read")
   write()

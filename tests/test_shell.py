@@ -110,6 +110,14 @@ def test_accepted_drafts_are_marked():
   assert marks(2, [2], [3]) == [False, True]  # a stop string cut the row
 
 
+def test_rounds_beyond_the_drafters_context_are_told():
+  """CASE 13: decoding falls back to plain steps there, and says so."""
+  told = lambda *rounds: shell._accepted(RowRecords(*rounds, "length"))
+  assert told([4, 4], [2, 4], [3, 5]) == "tau 4.00, 75% of the drafts accepted"
+  beyond = told([4, 0, 0], [2, 0, 0], [3, 1, 1])
+  assert beyond.endswith(", 2 plain rounds beyond the drafter's context")
+
+
 def test_text_comes_out_as_the_rounds_finish():
   decode = lambda ids: "".join("abcdef"[i] for i in ids)
   writer, out = stream(decode)

@@ -217,12 +217,15 @@ def _check_mesh(cfg: Any) -> None:
 
 
 def _check_target(cfg: Any) -> None:
-  """Refuses a target that cannot be loaded, or has not the layers asked for, and a drafter to start
-  from that does not match it, before any stage."""
+  """Refuses a target that cannot be loaded, or has not the layers or ids asked for, and a drafter
+  to start from that does not match it, before any stage."""
   from spec_jax.weights import open_checkpoint
+  from train_drafter import head_sample
   from train_drafter.generate import check_layers
 
-  check_layers(cfg, open_checkpoint(cfg.target.source).config)
+  config = open_checkpoint(cfg.target.source).config
+  check_layers(cfg, config)
+  head_sample.check(cfg, config)
   if cfg.train.init_from:  # hours before it is needed
     import spec_jax
     from train_drafter.start import begin_with

@@ -39,8 +39,7 @@ def write(
     note: what the acceptance that travels with the folder rests on.
   """
   kind, K = module.kind, cfg.evaluate.draft_len
-  if Path(target).expanduser().exists():  # a path says nothing on another machine
-    target = Path(target).name
+  target = public_name(target)
   reduced = len(module.draft_ids[...]) if hasattr(module, "draft_ids") else None
   report = read_report(workdir)
   lines = [
@@ -69,6 +68,11 @@ def write(
       "licence of the target."]
   path.mkdir(parents=True, exist_ok=True)
   (path / FILE_NAME).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def public_name(target: str) -> str:
+  """The name of a target without the path, which says nothing on another machine."""
+  return Path(target).name if Path(target).expanduser().exists() else target
 
 
 def read_report(workdir: Path) -> dict[str, Any] | None:

@@ -66,7 +66,7 @@ def run(cfg: Config, workdir: Path) -> Path:
     print(f"{STAGE}: {out}, reused\n{serve}")
     return folder
   trained = spec_jax.load_drafter(str(workdir / "train" / "drafter"), target, "float32").module
-  facts = {"target": target.name, "target_weight_hash": target.weight_hash,
+  facts = {"target": card.public_name(target.name), "target_weight_hash": target.weight_hash,
            "tokenizer_hash": target.tokenizer.hash(), "draft_len": cfg.evaluate.draft_len,
            "init_layers": list(cfg.drafter.init_layers), "train_hash": inputs["train"].hash}
   write_drafter(out, trained, target, form, facts)

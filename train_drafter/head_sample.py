@@ -14,7 +14,24 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from spec_jax.errors import UserError
+from spec_jax.models.config import DecoderConfig
 from spec_jax.models.decoder import Decoder
+from train_drafter.config import Config
+
+OWN_HEAD = "needs a drafter that borrows the target's head; this one has a head of its own"
+
+
+def check(cfg: Config, target: DecoderConfig) -> None:
+  """Refuses a choice that leaves out no id of the target's. That it is below a smaller
+  drafter.draft_vocab is checked by `config.validate`.
+
+  Raises:
+    UserError: names both values.
+  """
+  most, asked = target.vocab_real, cfg.drafter.draft_vocab
+  if (asked == 0 or asked > most) and cfg.train.sampled_vocab >= most:
+    raise UserError(f"train.sampled_vocab={cfg.train.sampled_vocab} must be below the {most} ids "
+                    f"of the target, all of which drafter.draft_vocab={asked} takes")
 
 
 def choose(
@@ -57,8 +74,7 @@ def shrink(
     UserError: the head is the drafter's own, which is trained.
   """
   if module.own_head:
-    raise UserError(f"train.sampled_vocab={size} needs a drafter that borrows the target's head; "
-                    "this one has a head of its own")
+    raise UserError(f"train.sampled_vocab={size} {OWN_HEAD}")
   head = module.head_weight(target)
   real = min(module.config.vocab_real, target.config.vocab_real)
   known = hasattr(module, "draft_ids")

@@ -24,7 +24,12 @@ from spec_jax import records as metrics
 from spec_jax.errors import UserError
 from spec_jax.records import RowRecords
 from train_drafter import forecast, manifest, payoff, timings, whatif
-from train_drafter.report_checks import acceptance_warnings, check_estimates, find
+from train_drafter.report_checks import (
+  acceptance_warnings,
+  check_estimates,
+  context_warnings,
+  find,
+)
 from train_drafter.report_html import html
 from train_drafter.report_schema import (
   DEFINITIONS,
@@ -183,6 +188,7 @@ def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: i
   settings = by_drafter[drafter]
   controls = {name: {"settings": by_drafter[name]} for name in by_drafter if name != drafter}
   warnings = acceptance_warnings(drafter, settings, controls)
+  warnings += context_warnings(drafter, records[drafter])
   for name in controls:
     for key, rows in records[name].items():
       ours = records[drafter].get(key)

@@ -101,3 +101,16 @@ def acceptance_warnings(drafter: str, settings: Sequence[dict],
                  f"before the first loop {early:.2f} "
                  f"({100 * group['looped_token_share']:.0f} % of the tokens are looped)")
   return out
+
+
+def context_warnings(
+    drafter: str, records: Mapping[tuple[float, str], Sequence[dict]]) -> list[str]:
+  """Rounds without a draft: there the text had passed the drafter's own context."""
+  out = []
+  for (temperature, rule), rows in sorted(records.items()):
+    plain = sum(int((row["records"].proposed == 0).sum()) for row in rows)
+    if plain:
+      out.append(f"at T={temperature:g} ({rule}) {plain} of "
+                 f"{sum(row['records'].rounds for row in rows)} rounds were plain decoding: the "
+                 f"text had passed the context of {drafter}")
+  return out

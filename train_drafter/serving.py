@@ -11,9 +11,10 @@ import shlex
 from spec_jax.errors import UserError
 
 _VLLM = {"small_lm": "draft_model", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+# Names stand in double quotes, as JSON writes them: the shell quotes the whole by single ones.
 _ASSISTED = """\
 import torch, transformers as t
-name, draft = {target!r}, {folder!r}
+name, draft = {target}, {folder}
 tokenizer = t.AutoTokenizer.from_pretrained(name)
 target, drafter = (t.AutoModelForCausalLM.from_pretrained(n, dtype=torch.float32)
                    for n in (name, draft))
@@ -24,7 +25,7 @@ out = target.generate(**ids, assistant_model=drafter, do_sample=False, max_new_t
 print(tokenizer.decode(out[0]))"""
 _EAGLE = """\
 from eagle.model.ea_model import EaModel
-model = EaModel.from_pretrained(base_model_path={target!r}, ea_model_path={folder!r},
+model = EaModel.from_pretrained(base_model_path={target}, ea_model_path={folder},
                                 use_eagle3=True, total_token=-1, torch_dtype="auto",
                                 device_map="auto")
 ids = model.get_tokenizer()("Name five birds.", return_tensors="pt").input_ids.cuda()
@@ -75,10 +76,11 @@ def _sglang(kind, folder, target, draft_len):
 
 def _published(kind, folder, target, draft_len):
   """With what the authors of the method publish; there is none of DSpark that reads this form."""
-  if kind == "small_lm":
-    return shlex.join(["python", "-c", _ASSISTED.format(target=target, folder=folder)])
-  if kind == "eagle3":
-    return shlex.join(["python", "-c", _EAGLE.format(target=target, folder=folder)])
+  if kind in ("small_lm", "eagle3"):
+    program = {"small_lm": _ASSISTED, "eagle3": _EAGLE}[kind]
+    return shlex.join(["python", "-c", program.format(
+        target=json.dumps(target, ensure_ascii=False),
+        folder=json.dumps(folder, ensure_ascii=False))])
   if kind == "dflash":
     return shlex.join(["dflash", "generate", "transformers", "--model", target, "--draft", folder,
                        "--block-size", str(draft_len + 1), "Name five birds."])

@@ -14,6 +14,7 @@ from spec_jax import drafters
 from spec_jax.drafters.head import LearnedDrafter
 from spec_jax.errors import UserError
 from spec_jax.target import Target
+from train_drafter import head_sample
 from train_drafter.config import Config
 from train_drafter.extract import taps_of
 
@@ -36,17 +37,26 @@ class Start:
 
 
 def begin_with(cfg: Config, target: Target) -> Start:
-  """Looks at `train.init_from` before any work.
+  """Looks at `train.init_from` and `train.sampled_vocab` before any work.
 
   Raises:
-    UserError: it cannot be read, or does not match the target or the config; names both values.
+    UserError: the folder cannot be read, or one of them does not match the target or the config;
+      names both values.
   """
-  source = cfg.train.init_from
+  source, sampled = cfg.train.init_from, cfg.train.sampled_vocab
+  head_sample.check(cfg, target.config)
   if not source:
     return Start()
   module = loaded(cfg, target, "float32")
+  if sampled and module.own_head:
+    raise UserError(f"train.sampled_vocab={sampled} {head_sample.OWN_HEAD} "
+                    f"(train.init_from={source})")
   ids = getattr(module, "draft_ids", None)
-  return Start(drafters.source_hash(source), None if ids is None else np.asarray(ids[...]))
+  try:
+    found = drafters.source_hash(source)
+  except UserError as error:  # "self", which is no folder
+    raise UserError(f"train.init_from={source}: {error}") from None
+  return Start(found, None if ids is None else np.asarray(ids[...]))
 
 
 def initial_drafter(

@@ -114,13 +114,15 @@ def load_drafter(source: str, target: Target, dtype: str | None = None) -> Draft
     return _load_saved(folder, target, dtype)
   if published.is_published(folder):
     found = published.read_published(folder, target)
-    module = build(found.kind, target, found.tensors, found.config, found.options, dtype=dtype,
-                   draft_ids=found.draft_ids, own={"head": found.head})
-    return wrap(found.kind, source, module)
+    return wrap(found.kind, source, _built(
+        folder, found.kind, target, found.tensors, found.config, found.options, dtype=dtype,
+        draft_ids=found.draft_ids, own={"head": found.head}))
   if not folder.exists() and not source.startswith("hf:") and source != "demo":
     raise UserError(
         f"drafter={source!r}: no such folder, and not a drafter's name "
         "(ngram, ngram:MAX-MIN, lookup:SOURCE, self, or a folder)")
+  if (folder / "prompts" / "manifest.json").is_file():
+    raise UserError(f"drafter={source!r}: a work folder without a trained drafter (train/drafter)")
   checkpoint = open_checkpoint(source)
   if target.tokenizer is not None:
     check_same_vocabulary(checkpoint.tokenizer(), target.tokenizer)
@@ -178,7 +180,7 @@ def small_lm(
   """
   dtype = dtype or target.dtype
   tensor = _checked(tensors, tensor_shapes(config), dtype)
-  if own is None and config.hidden_size != target.config.hidden_size:
+  if (own or {}).get("embed") is None and config.hidden_size != target.config.hidden_size:
     raise UserError(
         f"drafter hidden_size={config.hidden_size} differs from the target's "
         f"{target.config.hidden_size}: it cannot share its embedding")
@@ -248,10 +250,10 @@ def build(
   if config.hidden_size != target.config.hidden_size:
     raise UserError(f"drafter hidden_size={config.hidden_size} differs from the target's "
                     f"{target.config.hidden_size}: it reads the target's states")
-  if max(settings["taps"]) >= target.config.num_layers:
-    raise UserError(f"drafter taps={settings['taps']}: the target has "
-                    f"{target.config.num_layers} layers")
-
+  taps, depth = settings["taps"], target.config.num_layers
+  if not taps or list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] < depth:
+    raise UserError(f"drafter taps={taps}: the target has {depth} layers, of which they must be "
+                    "different ones, ascending from 0 on")
   tensors = dict(tensors)
   if kind == "dspark" and "confidence" in tensors:  # written before it had a bias
     short = shapes["confidence"][0] - tensors["confidence"].shape[0]
@@ -363,10 +365,16 @@ def init_from_target(
 
 def _load_saved(folder: Path, target: Target, dtype: str) -> Drafter:
   kind, tensors, config, options, ids, own = read_saved(folder, target)
-  if kind not in LEARNED:
-    raise UserError(f"{folder / 'drafter.json'}: kind {kind!r} is not supported")
-  return wrap(kind, str(folder), build(
-      kind, target, tensors, config, options, dtype=dtype, draft_ids=ids, own=own))
+  return wrap(kind, str(folder), _built(
+      folder, kind, target, tensors, config, options, dtype=dtype, draft_ids=ids, own=own))
+
+
+def _built(folder: Path, *args: Any, **options: Any) -> LearnedDrafter:
+  """`build`, whose refusals then name the folder."""
+  try:
+    return build(*args, **options)
+  except UserError as error:
+    raise UserError(f"{folder}: {error}") from None
 
 
 def _lookup(source: str, target: Target, dtype: str) -> Drafter:

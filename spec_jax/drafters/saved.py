@@ -7,6 +7,9 @@ by `load_drafter` and by the train stage.
 import contextlib
 import dataclasses
 import json
+import math
+import typing
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,14 @@ from spec_jax.target import Target
 from spec_jax.tokenizer import check_same_strings
 
 _VOCABULARY = "vocabulary.json"  # the tokens by id
+_TEXTS = ("kind", "target", "target_weight_hash", "tokenizer_hash")
+_KINDS = {int: (int, "a whole number"), float: ((int, float), "a finite number"),
+          bool: (bool, "true or false"), str: (str, "a text")}
+# Options of each kind and their types; those of _OPTIONAL may be absent.
+_BLOCK = {"taps": tuple[int, ...], "mask_id": int, "block_size": int, "embed_scale": float}
+_OPTIONS = {"small_lm": {}, "dflash": _BLOCK, "dspark": _BLOCK, "eagle3": {
+    "taps": tuple[int, ...], "steps": int, "norm_before_residual": bool}}
+_OPTIONAL = ("steps", "norm_before_residual", "embed_scale")
 
 
 def own_tensors(module: LearnedDrafter) -> dict[str, Weight]:
@@ -97,25 +108,92 @@ def read_saved(folder: Path, target: Target) -> tuple:
   path = folder / "drafter.safetensors"
   try:
     tensors = safetensors.numpy.load_file(str(path))
-  except (OSError, safetensors.SafetensorError) as error:
+  except (OSError, KeyError, safetensors.SafetensorError) as error:  # KeyError: an unknown type
     raise UserError(f"{path} cannot be read: {error}") from None
   ids = tensors.pop("draft_ids", None)
   ends = {name: tensors.pop(name, None) for name in ("embed", "head")}
-  return facts["kind"], tensors, config, facts.get("options", {}), ids, ends
+  _check_ends(path, config, min(config.vocab_size, target.config.vocab_size), ids, ends)
+  return facts["kind"], tensors, config, facts["options"], ids, ends
 
 
 def _read_facts(path: Path) -> tuple[dict[str, Any], DecoderConfig]:
   try:
     facts = json.loads(path.read_text(encoding="utf-8"))
-    for name in ("kind", "target", "target_weight_hash", "tokenizer_hash"):
-      facts[name]
-    fields = dict(facts["config"])
-    scaling = fields["rope_scaling"]
-    fields["rope_scaling"] = None if scaling is None else RopeScaling(**scaling)
-    # A folder of before there were local layers has no such field.
-    lists = {name: tuple(fields.get(name, ())) for name in ("eos_ids", "local_layers")}
-    return facts, DecoderConfig(**fields | lists)
-  except KeyError as error:
-    raise UserError(f"{path} has no field {error.args[0]!r}") from None
-  except (OSError, ValueError, TypeError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     raise UserError(f"{path} cannot be read: {error}") from None
+  if not isinstance(facts, dict):
+    raise UserError(f"{path} cannot be read: it holds a {type(facts).__name__}, not an object")
+  try:
+    for name in (*_TEXTS, "config"):
+      if name not in facts:
+        raise UserError(f"has no field {name!r}")
+    for name in _TEXTS:
+      _typed(name, facts[name], str)
+    if facts["kind"] not in _OPTIONS:
+      raise UserError(f"kind {facts['kind']!r} is not supported (known: {', '.join(_OPTIONS)})")
+    facts["options"] = _object("options", facts.get("options", {}), _OPTIONS[facts["kind"]],
+                               _OPTIONAL)
+    fields = {f.name: f for f in dataclasses.fields(DecoderConfig)}
+    # A folder of before there were local layers has no such field.
+    config = _object(
+        "config", facts["config"], {name: f.type for name, f in fields.items()},
+        {name for name, f in fields.items() if f.default is not dataclasses.MISSING})
+    return facts, DecoderConfig(**config)
+  except UserError as error:
+    raise UserError(f"{path}: {error}") from None
+
+
+def _object(
+    where: str, value: Any, types: Mapping[str, Any], optional: Collection[str],
+) -> dict[str, Any]:
+  """The entries of a JSON object, each of its type and none that is not known."""
+  if not isinstance(value, dict):
+    raise UserError(f"field {where}={value!r} must be an object")
+  for name in types:
+    if name not in value and name not in optional:
+      raise UserError(f"has no field {f'{where}.{name}'!r}")
+  for name, entry in value.items():
+    if name not in types:
+      raise UserError(f"field {where}.{name}={entry!r} is not known")
+  return {name: _typed(f"{where}.{name}", entry, types[name]) for name, entry in value.items()}
+
+
+def _typed(where: str, value: Any, kind: Any) -> Any:
+  """A JSON value as a field of a type holds it: numbers, texts, lists of them, RopeScaling."""
+  if kind == RopeScaling | None:
+    fields = {f.name: f for f in dataclasses.fields(RopeScaling)}
+    return None if value is None else RopeScaling(**_object(
+        where, value, {name: f.type for name, f in fields.items()},
+        {name for name, f in fields.items() if f.default is not dataclasses.MISSING}))
+  if typing.get_origin(kind) is tuple:
+    if not isinstance(value, list):
+      raise UserError(f"field {where}={value!r} must be a list")
+    return tuple(_typed(f"{where}[{i}]", x, typing.get_args(kind)[0]) for i, x in enumerate(value))
+  known, text = _KINDS[kind]
+  if (not isinstance(value, known) or isinstance(value, bool) != (kind is bool)
+      or kind is float and not math.isfinite(value)):
+    raise UserError(f"field {where}={value!r} must be {text}")
+  return float(value) if kind is float else value
+
+
+def _check_ends(
+    path: Path, config: DecoderConfig, vocab_size: int, ids: np.ndarray | None,
+    ends: Mapping[str, np.ndarray | None]) -> None:
+  """The draft vocabulary holds ids, each once; an embedding or head of its own has a row for each
+  that it scores."""
+  if ids is not None:
+    wrong = ""
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+      wrong = f"has type {ids.dtype} and shape {list(ids.shape)}"
+    elif len(outside := ids[(ids < 0) | (ids >= vocab_size)]):
+      wrong = f"holds {outside[0]}"
+    elif len(np.unique(ids)) < len(ids):
+      wrong = "holds an id twice"
+    if wrong:
+      raise UserError(f"{path}: tensor draft_ids {wrong}; it must be a list of different ids in "
+                      f"0..{vocab_size - 1}")
+  rows = {"embed": config.vocab_size, "head": config.vocab_size if ids is None else len(ids)}
+  for name, value in ends.items():
+    if value is not None and value.shape != (rows[name], config.hidden_size):
+      raise UserError(f"{path}: tensor {name} has shape {list(value.shape)}, not "
+                      f"{[rows[name], config.hidden_size]}")

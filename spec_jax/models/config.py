@@ -12,6 +12,9 @@ from typing import Any
 from spec_jax.errors import UserError
 
 ACTIVATIONS = ("silu", "gelu_tanh")
+_SCALINGS = ("llama3", "linear", "yarn")
+_SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+          "max_position")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,11 @@ class RopeScaling:
   beta_slow: float = 1.0
   attention_factor: float = 0.0
   truncate: bool = True
+
+  def __post_init__(self):
+    if self.kind not in _SCALINGS or not self.factor > 0:
+      raise UserError(f"rope scaling of kind={self.kind!r} and factor={self.factor} is not "
+                      f"supported (only {', '.join(_SCALINGS)}, by a factor above 0)")
 
   @property
   def magnitude(self) -> float:
@@ -130,6 +138,9 @@ class DecoderConfig:
   norm_topk: bool = False
 
   def __post_init__(self):
+    for name in _SIZES:
+      if getattr(self, name) < 1:
+        raise UserError(f"{name}={getattr(self, name)} must be at least 1")
     if self.num_heads % self.num_kv_heads:
       raise UserError(
           f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")

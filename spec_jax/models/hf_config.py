@@ -95,22 +95,38 @@ _WHOLE = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings"
 _REAL = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "rope_local_base_freq",
          "query_pre_attn_scalar", "factor", "low_freq_factor", "high_freq_factor", "beta_fast",
          "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+# Where null is as if the field were absent.
+_UNSTATED = ("max_position_embeddings", "num_experts_per_tok", "moe_intermediate_size",
+             "max_window_layers", "sliding_window_pattern", "norm_topk_prob")
+_SWITCHES = ("tie_word_embeddings", "use_sliding_window", "norm_topk_prob", "truncate")
+_FROM_ZERO = ("max_window_layers", "beta_fast", "beta_slow", "attention_factor", "mscale",
+              "mscale_all_dim")  # the other numbers are above it
 _KINDS = (dict.fromkeys(_WHOLE, (int, "a whole number")) | dict.fromkeys(_REAL, (
     (int, float), "a number")) | dict.fromkeys(("architectures", "layer_types"), (list, "a list"))
     | dict.fromkeys(("rope_scaling", "rope_parameters", _FULL, _SLIDING), (dict, "an object"))
+    | dict.fromkeys(_SWITCHES, (bool, "true or false"))
     | {"rope_type": (str, "a text"), "type": (str, "a text")})
 
 
 def _check_kinds(fields: Mapping[str, Any], within: str = "") -> None:
-  """Refuses a value of another kind than its field has, and a size below 1, by name."""
+  """Refuses a value of another kind than its field has, and a number out of its range, by name."""
   for name, value in fields.items():
     kind, text = _KINDS.get(name, (object, ""))
     if value is None and name not in _NEEDED:
       continue
-    if kind is not object and (not isinstance(value, kind) or isinstance(value, bool)):
+    if kind is not object and (
+        not isinstance(value, kind) or isinstance(value, bool) != (kind is bool)):
       raise UserError(f"config.json field {within}{name}={value!r} must be {text}")
-    if name in _NEEDED and value < 1:
-      raise UserError(f"config.json field {name}={value} must be at least 1")
+    if kind is list and not all(isinstance(entry, str) for entry in value):
+      raise UserError(f"config.json field {within}{name}={value!r} must be a list of texts")
+    if name in _WHOLE and value < (name not in _FROM_ZERO):
+      raise UserError(f"config.json field {within}{name}={value} must be at least "
+                      f"{int(name not in _FROM_ZERO)}")
+    if name in _REAL and not (0 <= value < math.inf and (value or name in _FROM_ZERO)):
+      raise UserError(f"config.json field {within}{name}={value} must be a number "
+                      f"{'from 0 on' if name in _FROM_ZERO else 'above 0'}")
+    if name == "partial_rotary_factor" and value > 1:
+      raise UserError(f"config.json field {within}{name}={value} must be at most 1")
     if isinstance(value, dict) and kind is dict:
       _check_kinds(value, f"{within}{name}.")
 
@@ -168,6 +184,8 @@ def read(hf: Mapping[str, Any]) -> dict[str, Any]:
     # null stands for "nothing special" wherever a switch or a list is expected.
     if hf.get(field) not in (None, only):
       raise UserError(f"config.json field {field}={hf[field]!r} is not supported (only {only!r})")
+  # null is no value where a size is expected, but "no window" of a sliding_window.
+  hf = {name: value for name, value in hf.items() if value is not None or name not in _UNSTATED}
   get = lambda name, default=None: hf.get(name, family.absent.get(name, default))
   try:
     heads, hidden, layers = hf["num_attention_heads"], hf["hidden_size"], hf["num_hidden_layers"]
@@ -270,9 +288,12 @@ def _scaling(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> RopeScaling | No
   if kind == "linear":
     return RopeScaling("linear", float(rope["factor"]))
   if kind == "llama3":
-    return RopeScaling(
-        "llama3", float(rope["factor"]), float(rope["low_freq_factor"]),
-        float(rope["high_freq_factor"]), int(rope["original_max_position_embeddings"]))
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    if low >= high:
+      raise UserError(f"rope_scaling field low_freq_factor={low} must be below "
+                      f"high_freq_factor={high}")
+    return RopeScaling("llama3", float(rope["factor"]), low, high,
+                       int(rope["original_max_position_embeddings"]))
   if kind != "yarn":
     raise UserError(f"rope_scaling type {kind!r} is not supported (only linear, llama3, yarn)")
   stated = rope.get("original_max_position_embeddings")

@@ -128,6 +128,8 @@ class GgufCheckpoint:
         self._tokenizer = Tokenizer.from_gguf(self._reader, template)
       except UserError as error:
         raise UserError(f"{self.source.path}: {error}") from None
+      except (ValueError, IndexError, TypeError) as error:
+        raise UserError(f"{self.source.path}: tokenizer.ggml.* cannot be read: {error}") from None
     return self._tokenizer
 
   def weight_hash(self) -> str:
@@ -137,17 +139,19 @@ class GgufCheckpoint:
   def _read_config(self) -> DecoderConfig:
     where = self.source.path
     arch = self._get("general.architecture")
-    if arch not in _FAMILIES:
+    if not isinstance(arch, str) or arch not in _FAMILIES:
       raise UserError(f"{where}: general.architecture={arch!r} is not supported "
                       f"(known: {', '.join(_FAMILIES)})")
 
     def get(name: str, *default: Any) -> Any:
       return self._get(f"{arch}.{name}", *default)
 
-    heads, hidden = get("attention.head_count"), get("embedding_length")
-    head_dim = get("attention.key_length", hidden // heads)
+    size = lambda name, *default: self._size(f"{arch}.{name}", *default)
+    number = lambda name, *default: self._number(f"{arch}.{name}", *default)
+    heads, hidden = size("attention.head_count"), size("embedding_length")
+    head_dim = size("attention.key_length", hidden // heads)
     family = _FAMILIES[arch]
-    extras, read = self._extras(family, get, heads, hidden)
+    extras, read = self._extras(family, get, size, number, head_dim)
     only_values = {"attention.value_length": head_dim, "rope.dimension_count": head_dim} | {
         name: value for name, value in _ONLY.items() if name not in read}
     for name, only in only_values.items():
@@ -157,47 +161,53 @@ class GgufCheckpoint:
     if embed not in self._tensors:
       raise UserError(f"{where} has no tensor {embed}")
     tokenizer = self.tokenizer()
-    config = DecoderConfig(
+    fields = dict(
         architecture=family,
         vocab_size=int(self._tensors[embed].shape[-1]),
         hidden_size=hidden,
-        intermediate_size=get("feed_forward_length"),
-        num_layers=get("block_count"),
+        # A mixture of experts has no dense MLP whose width it would be.
+        intermediate_size=(get if "expert_count" in read else size)("feed_forward_length"),
+        num_layers=size("block_count"),
         num_heads=heads,
-        num_kv_heads=get("attention.head_count_kv", heads),
+        num_kv_heads=size("attention.head_count_kv", heads),
         head_dim=head_dim,
-        rope_theta=_shortest(get("rope.freq_base", 10000.0)),
+        rope_theta=number("rope.freq_base", 10000.0),
         rope_scaling=self._read_scaling(arch),
-        rms_norm_eps=_shortest(get("attention.layer_norm_rms_epsilon")),
-        max_position=get("context_length"),
+        rms_norm_eps=number("attention.layer_norm_rms_epsilon"),
+        max_position=size("context_length"),
         tie_embeddings="output.weight" not in self._tensors,
         bos_id=tokenizer.bos_id,
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
         **_FIXED[family] | extras,
     )
+    try:
+      config = DecoderConfig(**fields)
+    except UserError as error:
+      raise UserError(f"{where}: {error}") from None
     if tokenizer.vocab_size > config.vocab_size:
       raise UserError(f"{where}: {tokenizer.vocab_size} tokens for an embedding of "
                       f"{config.vocab_size} rows")
     return dataclasses.replace(config, vocab_real=tokenizer.vocab_size)
 
-  def _extras(self, family: str, get, heads: int, hidden: int) -> tuple[dict[str, Any], set[str]]:
+  def _extras(
+      self, family: str, get, size, number, head_dim: int) -> tuple[dict[str, Any], set[str]]:
     """Fields that one family has, and the metadata they were read from."""
     if family == "qwen3_moe":
-      return {"num_experts": get("expert_count"), "experts_per_token": get("expert_used_count"),
-              "expert_size": get("expert_feed_forward_length")}, {
+      return {"num_experts": size("expert_count"), "experts_per_token": size("expert_used_count"),
+              "expert_size": size("expert_feed_forward_length")}, {
                   "expert_count", "expert_used_count"}
     if family == "gemma3":
-      layers, window = get("block_count"), get("attention.sliding_window")
+      layers, hidden = size("block_count"), size("embedding_length")
       pattern = get("attention.sliding_window_pattern", _GEMMA_PATTERN)
-      local = (tuple(bool(x) for x in pattern) if isinstance(pattern, list) else
-               tuple((i + 1) % pattern != 0 for i in range(layers)))
-      wide = get("attention.key_length", hidden // heads)
-      return {"sliding_window": window, "local_layers": local, "embed_scale": hidden**0.5,
-              "rope_local_theta": _shortest(get("rope.freq_base_swa", 10000.0)),
-              "query_scalar": float(
-                  hidden // heads if layers == _GEMMA_27B_LAYERS else wide)}, {
-                      "attention.sliding_window"}
+      if not isinstance(pattern, list):
+        pattern = size("attention.sliding_window_pattern", _GEMMA_PATTERN)
+        pattern = [(i + 1) % pattern != 0 for i in range(layers)]
+      scalar = hidden // size("attention.head_count") if layers == _GEMMA_27B_LAYERS else head_dim
+      return {"sliding_window": size("attention.sliding_window"),
+              "local_layers": tuple(bool(x) for x in pattern), "embed_scale": hidden**0.5,
+              "rope_local_theta": number("rope.freq_base_swa", 10000.0),
+              "query_scalar": float(scalar)}, {"attention.sliding_window"}
     return {}, set()
 
   def _read_scaling(self, arch: str) -> RopeScaling | None:
@@ -207,7 +217,8 @@ class GgufCheckpoint:
     if kind not in ("linear", "yarn"):
       raise UserError(f"{self.source.path}: {arch}.rope.scaling.type={kind!r} is not supported "
                       "(only none, linear, yarn)")
-    factor = _shortest(self._get(f"{arch}.rope.scaling.factor"))
+    number = lambda name, *default: self._number(f"{arch}.rope.scaling.{name}", *default)
+    factor = number("factor")
     if kind == "linear":
       return RopeScaling("linear", factor)
     for name, only in (("attn_factor", 1.0), ("yarn_ext_factor", 1.0), ("yarn_attn_factor", 1.0),
@@ -215,9 +226,8 @@ class GgufCheckpoint:
       if (value := self._get(f"{arch}.rope.scaling.{name}", only)) != only:
         raise UserError(f"{self.source.path}: {arch}.rope.scaling.{name}={value} is not supported "
                         f"(only {only})")
-    number = lambda name, default: _shortest(self._get(f"{arch}.rope.scaling.{name}", default))
-    original = self._get(f"{arch}.rope.scaling.original_context_length",
-                         self._get(f"{arch}.context_length"))
+    original = self._size(f"{arch}.rope.scaling.original_context_length",
+                          self._size(f"{arch}.context_length"))
     return RopeScaling("yarn", factor, original_max_position=original,
                        beta_fast=number("yarn_beta_fast", 32.0),
                        beta_slow=number("yarn_beta_slow", 1.0))
@@ -225,10 +235,26 @@ class GgufCheckpoint:
   def _get(self, key: str, *default: Any) -> Any:
     field = self._reader.fields.get(key)
     if field is not None:
-      return field.contents()
+      try:
+        return field.contents()
+      except (ValueError, IndexError, TypeError) as error:  # text that is none, a damaged list
+        raise UserError(f"{self.source.path}: {key} cannot be read: {error}") from None
     if default:
       return default[0]
     raise UserError(f"{self.source.path} has no metadata {key}")
+
+  def _size(self, key: str, *default: int) -> int:
+    value = self._get(key, *default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+      raise UserError(f"{self.source.path}: {key}={value!r:.80} must be a whole number from 1 on")
+    return value
+
+  def _number(self, key: str, *default: float) -> float:
+    value = self._get(key, *default)
+    if (not isinstance(value, int | float) or isinstance(value, bool)
+        or not 0 < value < float("inf")):
+      raise UserError(f"{self.source.path}: {key}={value!r:.80} must be a number above 0")
+    return _shortest(value)
 
 
 def unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:

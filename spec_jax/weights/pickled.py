@@ -39,8 +39,9 @@ def read(path: Path) -> dict[str, np.ndarray]:
         raise UserError(f"{path}: big-endian tensors are not supported")
       with archive.open(entry) as file:
         found = _Unpickler(file, archive, root, path).load()
-  except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, KeyError, ValueError, EOFError,
-          IndexError, TypeError, AttributeError) as error:
+  except UserError:
+    raise
+  except Exception as error:  # a damaged archive or pickle raises what it likes
     raise UserError(f"{path} cannot be read as tensors: {error}") from None
   if not isinstance(found, dict) or not all(
       isinstance(k, str) and isinstance(v, np.ndarray) for k, v in found.items()):

@@ -283,6 +283,8 @@ def _draft_ids(size: int, vocab_size: int, stored: dict[str, np.ndarray]) -> np.
     offsets = np.zeros(size, np.int64)
   if offsets.shape != (size,):
     raise UserError(f"tensor d2t has shape {list(offsets.shape)}, not draft_vocab_size={size}")
+  if offsets.dtype.kind not in "iu":
+    raise UserError(f"tensor d2t has type {offsets.dtype}, not whole numbers")
   ids = np.arange(size) + offsets
   outside = ids[(ids < 0) | (ids >= vocab_size)]
   if len(outside) or len(np.unique(ids)) != size:

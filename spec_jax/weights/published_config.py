@@ -6,6 +6,7 @@ Called by published.py.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,7 @@ _DSPARK_HEADS = {
     "confidence_head_with_markov": True}
 
 # Fields of a drafter's config that a folder does not state: they are the target's.
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _BORROWED = ("vocab_real", "bos_id", "eos_ids", "pad_id", "tie_embeddings")
 
 
@@ -166,11 +168,15 @@ def described(
   else:
     method = method_of(fields)
     scale = method.get("input_embedding_scale", 1.0)
-    if not isinstance(scale, int | float) or isinstance(scale, bool) or not scale > 0:
+    if not isinstance(scale, int | float) or isinstance(scale, bool) or not 0 < scale < math.inf:
       raise UserError(f"config.json field input_embedding_scale={scale!r} must be a number above 0")
     options |= {} if scale == target.config.embed_scale else {"embed_scale": float(scale)}
-    options |= {"mask_id": whole("mask_token_id", method.get("mask_token_id")),
-                "block_size": whole("block_size", method.get("block_size"))}
+    mask, V = whole("mask_token_id", method.get("mask_token_id")), target.config.vocab_size
+    if mask >= V:
+      raise UserError(f"mask_token_id={mask} is no id of the target's 0..{V - 1}")
+    # The anchor's slot of a DFlash block drafts nothing.
+    size = whole("block_size", method.get("block_size"), 1 + (kind == "dflash"))
+    options |= {"mask_id": mask, "block_size": size}
   return kind, config, options
 
 
@@ -204,7 +210,7 @@ def _kind(fields: Mapping[str, Any]) -> str:
   projector = _section(fields, "dflash_config").get("projector_type")
   if name == "Qwen3DSparkModel" and projector is None:  # the method at the top level
     return "dspark"
-  kind = {None: "dflash", "dspark": "dspark"}.get(projector)
+  kind = "dflash" if projector is None else "dspark" if projector == "dspark" else None
   if name not in FORMS["dspark"][0]:
     known = dict.fromkeys(n for names, _ in FORMS.values() for n in names)
     raise UserError(f"architectures={name!r} is no drafter that is supported (known: "
@@ -269,7 +275,8 @@ def _decoder_config(fields: Mapping[str, Any], target: Target) -> DecoderConfig:
   for name, value in wanted.items():
     if fields.get(name, value) not in (None, value):
       raise UserError(f"{name}={fields[name]!r} is not the target's {value}")
-  config = DecoderConfig.from_hf({**fields, "architectures": ["LlamaForCausalLM"]})
+  stated = {name: value for name, value in fields.items() if name not in _SPECIAL_IDS}
+  config = DecoderConfig.from_hf({**stated, "architectures": ["LlamaForCausalLM"]})
   # The layers of a block drafter have these norms always, whatever the target has.
   qwen = _kind(fields) == "eagle3" and fields.get("model_type") == "qwen3"
   return dataclasses.replace(

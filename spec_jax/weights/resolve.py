@@ -122,9 +122,12 @@ def _hub_folder(name: str) -> Path:
     import huggingface_hub
   except ImportError:
     raise UserError(f"hf:{name} needs huggingface_hub: pip install 'spec-jax[hub]'") from None
+  fetch = lambda *patterns: Path(
+      huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
   try:
-    return Path(huggingface_hub.snapshot_download(
-        name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    folder = fetch("*.json", "*.safetensors", "*.jinja")
+    # The first drafters were published as a pickle alone (pickled.py).
+    return folder if any(folder.glob("*.safetensors")) else fetch("*.json", "pytorch_model.bin")
   except Exception as error:  # its errors share no base: offline, no such name, no permission
     line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     raise UserError(f"hf:{name} cannot be fetched: {line}") from None

@@ -58,14 +58,14 @@ def flattened(fields: Mapping[str, Any]) -> dict[str, Any]:
     UserError: the kind or a field is not supported, by name.
   """
   kind = fields["speculators_model_type"]
-  if kind not in _CLASSES:
+  if not isinstance(kind, str) or kind not in _CLASSES:
     raise UserError(f"speculators_model_type={kind!r} is not supported (known: "
                     f"{', '.join(_CLASSES)})")
   layers = fields.get("transformer_layer_config")
   if not isinstance(layers, Mapping):
     raise UserError(f"config.json field transformer_layer_config={layers!r} must be an object")
   model_type = layers.get("model_type", "qwen3")  # the package's own default
-  if model_type not in _ABSENT:
+  if not isinstance(model_type, str) or model_type not in _ABSENT:
     raise UserError(f"transformer_layer_config.model_type={model_type!r} is not supported (known: "
                     f"{', '.join(_ABSENT)})")
   for name, value in fields.items():

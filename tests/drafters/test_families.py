@@ -52,9 +52,11 @@ def test_a_drafter_with_its_own_embedding_scales_it_itself(tmp_path):
     assert row.rounds and (row.accepted[:row.rounds - 1] == 4).all()
 
 
-def test_a_rejected_draft_leaves_no_trace_beyond_the_window():
-  """CASE 12: a drafter that is wrong at its second proposal, thirty tokens, a window of five."""
-  target = families.target("gemma3")
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_a_rejected_draft_leaves_no_trace_beyond_the_window(family):
+  """CASE 12: a window of eight, a prompt of six, thirty tokens, a drafter that is wrong at its
+  second proposal."""
+  target = families.target(family, sliding_window=8)
   plain = decode(target, None, tokens=30)
   ours = decode(target, tiny.scripted(PROMPTS, plain.tokens, [1, 1, 1]), tokens=30)
   assert ours.tokens == plain.tokens

@@ -12,7 +12,9 @@ packages compute with them. The second computes the same arrays with drafters th
 those forms, read by the packages themselves as far as they can: dflash by dflash and by the
 converter of speculators, eagle3 by its converter, dspark, for which neither has one, tensor by
 tensor. The third takes folders in the form of speculators, each by the package's own class and
-`from_pretrained` (FOLDERS/dflash in the form of dflash besides).
+`from_pretrained` (FOLDERS/dflash in the form of dflash besides). eagle3_qwen3, an EAGLE-3 layer of
+Qwen3 whose residual stream is normed first, has no other form: the first writes it as speculators
+itself saves it.
 """
 
 import json
@@ -149,16 +151,16 @@ def make_dspark(target):
   return randomise(model, 2)
 
 
-def make_eagle3(target, folder):
+def make_eagle3(target, folder, kind=transformers.LlamaConfig, seed=3, **options):
   """The drafter as speculators holds it, with a reduced vocabulary and a head of its own."""
   V = target.config.vocab_size
   ids = torch.arange(2, V, 5)
-  layers = layers_config(transformers.LlamaConfig, vocab_size=V, num_hidden_layers=1,
-                         rope_parameters=dict(SCALED))
+  layers = layers_config(
+      kind, vocab_size=V, num_hidden_layers=1, rope_parameters=dict(SCALED))
   model = Eagle3DraftModel(Eagle3SpeculatorConfig(
       transformer_layer_config=layers, draft_vocab_size=len(ids),
-      eagle_aux_hidden_state_layer_ids=resolve_target_layer_ids(None, str(folder))))
-  randomise(model, 3)
+      eagle_aux_hidden_state_layer_ids=resolve_target_layer_ids(None, str(folder)), **options))
+  randomise(model, seed)
   model.load_vocab_mappings(torch.isin(torch.arange(V), ids), ids - torch.arange(len(ids)))
   return model
 
@@ -403,7 +405,7 @@ def run_eagle3(model, **inputs):
   return torch.stack(states), torch.stack([args[0][0] for args in calls]), calls[0][1][0]
 
 
-def eagle3_arrays(model, documents, text):
+def eagle3_arrays(model, documents, text, name="eagle3"):
   """Training-time test over the packed row, and greedy drafts behind two places of the text."""
   numbers = model.config.eagle_aux_hidden_state_layer_ids
   parts = []
@@ -417,7 +419,7 @@ def eagle3_arrays(model, documents, text):
     parts.append(part | {"document_ids": torch.full_like(part["input_ids"], d)})
   row = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
   states, logits, targets = run_eagle3(model, **row, ttt_steps=STEPS)
-  out = {"eagle3_states": states, "eagle3_logits": logits, "eagle3_targets": targets}
+  out = {f"{name}_states": states, f"{name}_logits": logits, f"{name}_targets": targets}
 
   # A chain of drafts is the test at one input, with the drafts as the text behind it.
   ids_of, drafted, scores = model.d2t + torch.arange(len(model.d2t)), [], []
@@ -435,11 +437,11 @@ def eagle3_arrays(model, documents, text):
       scores.append(logits[j, place - 1])
       ids.append(int(ids_of[scores[-1].argmax()]))
     drafted.append(ids[-STEPS:])
-  return out | {"eagle3_drafts": torch.tensor(drafted),
-                "eagle3_draft_logits": torch.stack(scores).reshape(len(CHAINS), STEPS, -1)}
+  return out | {f"{name}_drafts": torch.tensor(drafted),
+                f"{name}_draft_logits": torch.stack(scores).reshape(len(CHAINS), STEPS, -1)}
 
 
-def arrays_of(target, dflash_model, block_model, dspark, eagle3):
+def arrays_of(target, dflash_model, block_model, dspark, eagle3, eagle3_qwen3=None):
   """Everything, of one target and one drafter of each kind."""
   rng = np.random.default_rng(5)
   # The last ids are the masks, which no text holds.
@@ -453,6 +455,8 @@ def arrays_of(target, dflash_model, block_model, dspark, eagle3):
   out |= training_arrays("dflash", dflash_core, block_model, documents)
   out |= training_arrays("dspark", dspark_core, dspark, documents)
   out |= eagle3_arrays(eagle3, documents, text)
+  if eagle3_qwen3 is not None:
+    out |= eagle3_arrays(eagle3_qwen3, documents, text, "eagle3_qwen3")
   return {name: value.numpy() if isinstance(value, torch.Tensor) else value
           for name, value in out.items()}
 
@@ -477,17 +481,19 @@ def main():
         target_folder, dtype=torch.float32).eval()
     dflash_model = dflash.model.DFlashDraftModel.from_pretrained(
         folders / "dflash", dtype=torch.float32).eval()
+    more = []
     if sys.argv[1] == "--speculators":
       loguru.logger.remove()
       block_model, eagle3, dspark = (
           own(folders / f"speculators-{kind}", kind) for kind in ("dflash", "eagle3", "dspark"))
+      more = [own(folders / "speculators-eagle3_qwen3", "eagle3")]
     else:
       with tempfile.TemporaryDirectory() as scratch:
         block_model, eagle3 = (
             converted(folders / kind, kind, target, target_folder, Path(scratch))
             for kind in ("dflash", "eagle3"))
       dspark = borrow(read_dspark(folders / "dspark"), target)
-    np.savez(out, **arrays_of(target, dflash_model, block_model, dspark, eagle3))
+    np.savez(out, **arrays_of(target, dflash_model, block_model, dspark, eagle3, *more))
     return
   out = Path(sys.argv[1])
   out.mkdir(parents=True, exist_ok=True)
@@ -503,9 +509,13 @@ def main():
   write_dspark(folder / "dspark", dspark)
   write_eagle3(folder / "eagle3", eagle3)
   ids = eagle3.d2t + torch.arange(len(eagle3.d2t))
+  eagle3_qwen3 = borrow(make_eagle3(
+      target, folder / "target", transformers.Qwen3Config, 4, norm_before_residual=True),
+      target, ids)
+  eagle3_qwen3.save_pretrained(folder / "eagle3_qwen3")
   np.savez(out / "drafters.npz", **facts(folder / "target"), **arrays_of(
       target, dflash_model, borrow(same_in_speculators(dflash_model), target),
-      borrow(dspark, target), borrow(eagle3, target, ids)))
+      borrow(dspark, target), borrow(eagle3, target, ids), eagle3_qwen3))
 
 
 if __name__ == "__main__":

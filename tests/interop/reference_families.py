@@ -53,18 +53,24 @@ FAMILIES = {
     "gemma3_linear": ("gemma3_text", GEMMA | {"rope_parameters": {
         "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}),
+    # A text model beside a vision tower, which takes no part here.
+    "gemma3_vision": ("gemma3", dict(
+        text_config=SIZES | GEMMA, mm_tokens_per_image=4, bos_token_id=0, eos_token_id=[1, 5],
+        vision_config=dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+                           num_attention_heads=2, image_size=32, patch_size=8))),
 }
 
 
 def make(seed, model_type, changes):
   """A random model whose norms and biases are not what they start as."""
   torch.manual_seed(seed)
-  config = transformers.AutoConfig.for_model(model_type, **SIZES | changes)
+  fields = changes if "text_config" in changes else SIZES | changes
+  config = transformers.AutoConfig.for_model(model_type, **fields)
   model = transformers.AutoModelForCausalLM.from_config(config).eval()
   with torch.no_grad():
     for name, parameter in model.named_parameters():
       if "norm" in name:
-        shift = 1.0 if model_type == "gemma3_text" else 0.0
+        shift = 1.0 if model_type.startswith("gemma3") else 0.0
         parameter.uniform_(0.5 - shift, 1.5 - shift)
       elif name.endswith("bias"):
         parameter.uniform_(-0.5, 0.5)

@@ -2,7 +2,8 @@
 
 The arrays are those of reference_drafters.py. Every comparison is made three times: with folders
 that the packages' models were written to, with folders of ours that the packages read or convert,
-and with folders of ours in the form of speculators, read by its own classes.
+and with folders of ours in the form of speculators, read by its own classes. eagle3_qwen3 (norms of
+queries and keys, a normed residual stream, a head of its own) has the form of speculators alone.
 """
 
 import dataclasses
@@ -33,6 +34,7 @@ from spec_jax.weights.forms import Form
 pytestmark = pytest.mark.interop
 TOLERANCE = 1e-4
 KINDS = ("dflash", "dspark", "eagle3")
+EAGLES = ("eagle3", "eagle3_qwen3")
 CAPACITY, WARMTH = 40, 0.25
 TRIES = 32  # sampled drafts behind one text
 
@@ -44,7 +46,7 @@ class Case:
   Attributes:
     arrays: by the names of reference_drafters.py.
     target: whose states and embedding both sides read.
-    modules: ours, by kind.
+    modules: ours, by kind or by a name of EAGLES.
   """
 
   arrays: dict[str, np.ndarray]
@@ -88,14 +90,16 @@ def target(reference):
 def case(request, reference, target, tmp_path_factory):
   folder, arrays = reference["folder"], reference
   load = lambda kind: drafters.load_drafter(str(folder / kind), target).module
+  names = KINDS if request.param == "ours" else dict.fromkeys((*KINDS, *EAGLES))
   if request.param != "theirs":
-    first, folder = {kind: load(kind) for kind in KINDS}, tmp_path_factory.mktemp(request.param)
+    first, folder = {name: load(name) for name in names}, tmp_path_factory.mktemp(request.param)
     verifier = reference["folder"] / "target"
-    for seed, (kind, module) in enumerate(first.items()):
+    for seed, (name, module) in enumerate(first.items()):
       module = changed(module, target, seed)
-      published.write_published(folder / kind, module, target)
+      if name in KINDS:
+        published.write_published(folder / name, module, target)
       published.write_published(
-          folder / f"speculators-{kind}", module, target,
+          folder / f"speculators-{name}", module, target,
           form=Form("speculators", str(verifier), 4))
     out = folder / "drafters.npz"
     way = {"ours": "--read", "speculators": "--speculators"}[request.param]
@@ -106,7 +110,7 @@ def case(request, reference, target, tmp_path_factory):
     with np.load(out) as read:
       arrays = reference | {name: read[name] for name in read.files}
   prefix = "speculators-" if request.param == "speculators" else ""
-  return Case(arrays, target, {kind: load(f"{prefix}{kind}") for kind in KINDS})
+  return Case(arrays, target, {name: load(f"{prefix}{name}") for name in names})
 
 
 def changed(module, target, seed):
@@ -235,7 +239,7 @@ def check_drafts(case, kind, text, anchors, theirs, logits):
   same = np.cumprod(np.pad(same[:, :-1], ((0, 0), (1, 0)), constant_values=True), -1) > 0
   assert same.any(0).all()
   probs = np.asarray(warm.probs)
-  if kind == "eagle3":
+  if case.modules[kind].kind == "eagle3":
     probs = probs[..., np.asarray(case.modules[kind].draft_ids[...])]
   close(probs[same], np.repeat(jax.nn.softmax(logits / WARMTH, -1), TRIES, 0)[same])
 
@@ -247,9 +251,20 @@ def test_dspark_drafts(case):
                case.arrays["dspark_row_draft_logits"][some])
 
 
-def test_eagle3_drafts(case):
-  check_drafts(case, "eagle3", "text", case.arrays["chains"], case.arrays["eagle3_drafts"],
-               case.arrays["eagle3_draft_logits"])
+def has(case, name):
+  """Skips what the form of a case has no place for."""
+  if name not in case.modules:
+    pytest.skip(f"only speculators has a form for {name}")
+  module = case.modules[name]
+  assert module.own_head
+  assert module.config.qk_norm == module.norm_before_residual == (name == "eagle3_qwen3")
+
+
+@pytest.mark.parametrize("name", EAGLES)
+def test_eagle3_drafts(case, name):
+  has(case, name)
+  check_drafts(case, name, "text", case.arrays["chains"], case.arrays[f"{name}_drafts"],
+               case.arrays[f"{name}_draft_logits"])
 
 
 # Training, on one row of two documents and padding.
@@ -324,13 +339,15 @@ def test_training_blocks(case, kind):
   assert compared == len(case.arrays["row_anchors"]) - 1 and labels > 50
 
 
-def test_training_time_test_of_eagle3(case):
-  module = case.modules["eagle3"]
-  batch = batch_of(case, "eagle3", [1, 1])
-  states, logits, _, _ = case.run("eagle3", train, 0, batch)
+@pytest.mark.parametrize("name", EAGLES)
+def test_training_time_test_of_eagle3(case, name):
+  has(case, name)
+  module = case.modules[name]
+  batch = batch_of(case, name, [1, 1])
+  states, logits, _, _ = case.run(name, train, 0, batch)
   logits = np.asarray(logits).reshape(*states.hidden.shape[:2], -1)
   hidden, weight = np.asarray(states.hidden), np.asarray(states.weight)
-  theirs, ids = case.arrays["eagle3_states"], np.asarray(module.draft_ids[...])
+  theirs, ids = case.arrays[f"{name}_states"], np.asarray(module.draft_ids[...])
   start, compared = len(case.arrays["document_0"]), 0  # of the second document
   for n, column in enumerate(np.asarray(batch["place"])[np.asarray(states.source)]):
     second = int(column >= start)
@@ -342,7 +359,7 @@ def test_training_time_test_of_eagle3(case):
       assert weight[n, j] > 0
       at -= second  # in their row the first document is one input shorter
       close(hidden[n, j], theirs[j, at])
-      close(logits[n, j], case.arrays["eagle3_logits"][j, at])
-      close(target_logits(case)[column][ids], case.arrays["eagle3_targets"][at + j])
+      close(logits[n, j], case.arrays[f"{name}_logits"][j, at])
+      close(target_logits(case)[column][ids], case.arrays[f"{name}_targets"][at + j])
       compared += 1
   assert compared > 80

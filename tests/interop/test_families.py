@@ -21,7 +21,7 @@ from spec_jax.weights.safetensors import write_folder
 pytestmark = pytest.mark.interop
 TOLERANCE = 1e-4
 NAMES = ("llama_linear", "llama_yarn", "mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_yarn",
-         "qwen3_moe", "qwen3_moe_raw", "gemma3", "gemma3_linear")
+         "qwen3_moe", "qwen3_moe_raw", "gemma3", "gemma3_linear", "gemma3_vision")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,8 @@ def written(reference, tmp_path_factory):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_we_write_transformers_reads(reference, written, name):
-  """The same class, logits and config as of the folder that was read (CASE 35)."""
+  """The same class, logits and config as of the folder that was read (CASE 35); of a folder with a
+  vision tower the text model."""
   checkpoint = open_checkpoint(str(reference["folder"] / name))
   again = open_checkpoint(str(written["folder"] / name))
   assert again.config == checkpoint.config

@@ -1,7 +1,9 @@
 """The exported folder: what is in it, what a fresh process reads back, and its golden cases."""
 
+import ast
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +121,10 @@ def test_drafter_of_the_target_belongs_to_the_run(exported):
   cfg, _, folder = exported
   facts = json.loads((folder / "config.json").read_text())["spec_jax"]
   assert facts["draft_len"] == cfg.evaluate.draft_len
+  # A folder that is handed on names no folder of this machine.
+  root = str(Path(cfg.target.source).parent)
+  for file in ("config.json", "generation_config.json", export.ACCEPTANCE, card.FILE_NAME):
+    assert root not in (folder / file).read_text(), file
   assert facts["target_weight_hash"] == spec_jax.load_target(cfg.target.source).weight_hash
 
 
@@ -269,19 +275,30 @@ def test_a_card_without_a_report_says_so(tmp_path):
                           '{"method": "draft_model", "model": "d", "num_speculative_tokens": 4}']),
     ("small_lm", "sglang", ["--speculative-algorithm STANDALONE", "--speculative-num-steps 4",
                             "--speculative-eagle-topk 1", "--speculative-num-draft-tokens 5"]),
-    ("small_lm", "hf", ["assistant_model=drafter", "'org/t', 'd'"]),
+    ("small_lm", "hf", ["assistant_model=drafter", 'name, draft = "org/t", "d"\n']),
     ("eagle3", "vllm", ['"method": "eagle3"']),
     ("eagle3", "sglang", ["--model-path org/t --speculative-algorithm EAGLE3 "
                           "--speculative-draft-model-path d", "--speculative-num-steps 4"]),
-    ("eagle3", "hf", ["ea_model_path='d'"]), ("eagle3", "speculators", ["vllm serve d"]),
+    ("eagle3", "hf", ['ea_model_path="d"']), ("eagle3", "speculators", ["vllm serve d"]),
     ("dflash", "sglang", ["DFLASH", "--speculative-num-draft-tokens 5"]),
     ("dflash", "hf", ["dflash generate transformers --model org/t --draft d --block-size 5"]),
     ("dspark", "sglang", ["DSPARK", "--speculative-dspark-block-size 4"]),
     ("dspark", "hf", ["python -m spec_jax --target=org/t --drafter=d --draft_len=4"])])
 def test_commands(kind, form, wanted):
-  text = serving.command(kind, form, "d", "org/t", 4).replace("'\"'\"'", "'")
+  text = serving.command(kind, form, "d", "org/t", 4)
+  assert "'\"'\"'" not in text  # quotes within quotes, which nobody can read
   for part in wanted:
     assert part in text
+
+
+@pytest.mark.parametrize("kind", ["small_lm", "eagle3"])
+@pytest.mark.parametrize("name", ["org/t", "/a folder/it's", 'say "t"', "back\\slash"])
+def test_a_printed_program_holds_the_names(kind, name):
+  """The shell's word is a program of Python, with the names as they are."""
+  *start, program = shlex.split(serving.command(kind, "hf", name, f"{name}2", 4))
+  assert start == ["python", "-c"]
+  texts = {n.value for n in ast.walk(ast.parse(program)) if isinstance(n, ast.Constant)}
+  assert {name, f"{name}2"} <= texts
 
 
 def test_a_small_model_is_no_folder_of_speculators(tmp_path):

@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spec_jax.errors import UserError
+from tests import tiny
 from train_drafter import head_sample
+from train_drafter.config import Config
 
 COUNT, SIZE = 40, 16
 FORCED = jnp.array([3, 3, 7, 11, COUNT, COUNT + 5])
@@ -51,3 +54,20 @@ def test_more_forced_places_than_size():
 def test_the_choice_follows_the_key(seed):
   a, b = (head_sample.choose(FORCED, SIZE, COUNT, jax.random.key(s))[0] for s in (seed, seed + 2))
   assert (a != b).any()
+
+
+@pytest.mark.parametrize("draft_vocab, sampled, refused", [
+    (0, 61, False), (0, 62, True), (0, 70, True), (64, 62, True), (99, 70, True), (99, 61, False),
+    (40, 39, False)])
+def test_a_choice_that_leaves_nothing_out_is_refused(draft_vocab, sampled, refused):
+  """Of a target of 64 rows, 62 of which are ids; config.validate compares with a draft vocabulary
+  that is smaller."""
+  cfg = Config()
+  cfg.drafter.draft_vocab, cfg.train.sampled_vocab = draft_vocab, sampled
+  target = tiny.config(vocab_real=62)
+  if not refused:
+    head_sample.check(cfg, target)
+    return
+  with pytest.raises(UserError, match=f"train.sampled_vocab={sampled} must be below the 62 ids .*"
+                     f"drafter.draft_vocab={draft_vocab}"):
+    head_sample.check(cfg, target)

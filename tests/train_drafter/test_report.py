@@ -98,6 +98,17 @@ def test_hand_computed_values():
   assert report["warnings"] == []
 
 
+def test_rounds_beyond_the_drafters_context_are_told():
+  """CASE 13: decoding falls back to plain steps there, and says so."""
+  records = hand_written()
+  rows = records["small_lm"][GREEDY] = copy.deepcopy(records["small_lm"][GREEDY])
+  rows[2] |= {"records": RowRecords([5, 0, 0], [1, 0, 0], [2, 1, 1], "length"),
+              "tokens": list(range(5))}
+  report = build_report(**arguments(records=records))
+  assert report["warnings"] == ["at T=0 (greedy) 2 of 7 rounds were plain decoding: the text had "
+                                "passed the context of small_lm"]
+
+
 def test_looped_output_is_told_apart():
   """Ten tokens, then the same ten again: the loop starts at 10, after the rounds of 4 and 5."""
   records = hand_written()

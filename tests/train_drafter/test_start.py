@@ -8,15 +8,18 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from flax import nnx
 
 import spec_jax
 from spec_jax import drafters
 from spec_jax.errors import UserError
 from spec_jax.weights import published
 from spec_jax.weights.forms import Form
+from spec_jax.weights.safetensors import write_folder
 from tests import tiny
 from tests.train_drafter import training
 from tests.weights import test_published as folders
+from tests.weights import toy
 from train_drafter import manifest, start, train
 from train_drafter.manifest import Manifest, StaleStageError
 
@@ -170,6 +173,69 @@ def test_other_taps_and_another_target_are_refused(written, monkeypatch):
   cfg.train.init_from = "ngram"
   with pytest.raises(UserError, match="is a drafter of kind 'ngram'"):
     start.begin_with(cfg, folders.target())
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_a_small_model_of_another_size_goes_on_learning(tmp_path, kind):
+  """Its layers learn; the embedding and the head that it has of its own stay as they were."""
+  small = tiny.config(hidden_size=24, num_layers=1, bos_id=0, eos_ids=(2,), pad_id=0)
+  values, target = tiny.tensors(small, 4), folders.target()
+  cfg = training.make_config(**LONG)
+  if kind == "gguf":
+    path = toy.write_gguf(
+        tmp_path / "m.gguf", small, values, tokens=tiny.tokenizer().token_strings())
+  else:
+    path = tmp_path / "m"
+    write_folder(path, small, values, tiny.tokenizer())
+  cfg.train.init_from = str(path)
+  known = start.begin_with(cfg, target)
+  assert known.hash == drafters.source_hash(str(path)) and known.draft_ids is None
+  module = train.initial_drafter(cfg, target, None)
+  batch = batch_of(cfg, target, module)
+  setup, state = train.make_setup(cfg, target, module, 20)
+  losses = []
+  for _ in range(6):
+    state, sums = train.train_step(setup, state, setup.frozen, target.params, batch)
+    losses.append(float(sums["loss"] / sums["weight"]))
+  assert losses[-1] < losses[0]
+  drafters.save_drafter(tmp_path / "d", nnx.merge(setup.graph, state.params, setup.frozen), target)
+  again = spec_jax.load_drafter(str(tmp_path / "d"), target).module
+  for name in ("embed", "head"):
+    np.testing.assert_array_equal(getattr(again, name)[...], values[name])
+  assert np.abs(again.own_tensors()["layers.0.wo"] - values["layers.0.wo"]).max() > 1e-3
+
+
+def test_a_sampled_vocabulary_that_does_not_fit_is_refused_before_any_work(written):
+  target = folders.target()
+  cfg = config_for(written, "eagle3")
+  cfg.train.sampled_vocab = 5
+  with pytest.raises(UserError, match="sampled_vocab=5 needs a drafter that borrows .*/eagle3"):
+    start.begin_with(cfg, target)
+  cfg = config_for(written, "dflash")  # all ids
+  cfg.train.sampled_vocab = 63
+  assert start.begin_with(cfg, target).hash
+  cfg.train.sampled_vocab, cfg.train.init_from = 64, ""
+  with pytest.raises(UserError, match="train.sampled_vocab=64 must be below the 64 ids of the tar"):
+    start.begin_with(cfg, target)
+
+
+@pytest.mark.parametrize("source, match", [
+    ("self", "train.init_from=self: model 'self' does not exist"),
+    ("demo.txt", "train.init_from: drafter='demo.txt': no such folder"),
+    ("{}/empty", "train.init_from: .*/empty is not a model folder: it has no config.json"),
+    ("{}/config", "train.init_from: .*/config/tokenizer.json does not exist"),
+    ("{}/model.safetensors", "train.init_from: .* is neither a folder nor a .gguf file")])
+def test_a_source_of_another_kind_is_one_line(tmp_path, source, match):
+  (tmp_path / "empty").mkdir()
+  (tmp_path / "config").mkdir()
+  (tmp_path / "config" / "config.json").write_text("{}")
+  (tmp_path / "model.safetensors").write_bytes(b"")
+  cfg = training.make_config(**LONG)
+  cfg.drafter.init_layers, cfg.drafter.draft_vocab = tuple(range(8)), 0
+  cfg.train.init_from = source.format(tmp_path)
+  with pytest.raises(UserError, match=match) as caught:
+    start.begin_with(cfg, folders.target())
+  assert "\n" not in str(caught.value)
 
 
 def test_a_run_that_goes_on_from_another(finished, tmp_path):

@@ -1,6 +1,7 @@
 """GGUF reading: row order under grouped-query attention, tensor types, metadata, refusals."""
 
 import dataclasses
+import re
 
 import gguf
 import numpy as np
@@ -161,6 +162,65 @@ def test_not_a_gguf_file(tmp_path):
   path.write_bytes(path.read_bytes()[:-40_000])  # a download that stopped
   with pytest.raises(UserError, match="m.gguf is not a GGUF file, or one that is cut short"):
     open_checkpoint(str(path))
+
+
+def test_a_file_that_was_cut_anywhere(tmp_path):
+  """In the header, the metadata, the list of tensors or the last tensor."""
+  cfg = toy.config()
+  whole = toy.write_gguf(tmp_path / "whole.gguf", cfg, toy.tensors(cfg)).read_bytes()
+  path = tmp_path / "m.gguf"
+  for size in [*range(0, 200, 7), *range(200, len(whole), 1009), len(whole) - 40]:
+    path.write_bytes(whole[:size])
+    with pytest.raises(UserError, match="m.gguf is not a GGUF file, or one that is cut short"):
+      open_checkpoint(str(path))
+
+
+def test_metadata_that_is_no_text(tmp_path):
+  cfg = toy.config()
+  path = toy.write_gguf(tmp_path / "m.gguf", cfg, toy.tensors(cfg))
+  whole = path.read_bytes()
+  for text, match in ((b"llama", "general.architecture cannot be read"),
+                      (b"<|im_end|>", r"tokenizer.ggml.\* cannot be read")):
+    path.write_bytes(whole.replace(text, b"\xff" + text[1:], 1))
+    with pytest.raises(UserError, match=f"m.gguf: {match}"):
+      open_checkpoint(str(path))
+
+
+@pytest.mark.parametrize("key, value, match", [
+    ("attention.head_count", [8, 8], r"=\[8, 8\] must be a whole number from 1 on"),
+    ("attention.head_count", 0, "=0 must be"), ("attention.head_count", "8", "='8' must be"),
+    ("attention.head_count_kv", [2, 2], r"=\[2, 2\] must be"),
+    ("attention.head_count_kv", 3, "num_kv_heads=3 does not divide num_heads=8"),
+    ("embedding_length", 0, "=0 must be"), ("block_count", "two", "='two' must be"),
+    ("feed_forward_length", [96, 96], r"=\[96, 96\] must be"), ("context_length", 0, "=0 must be"),
+    ("rope.freq_base", "x", "='x' must be a number above 0"),
+    ("rope.freq_base", 0.0, "=0.0 must be a number above 0"),
+    ("attention.layer_norm_rms_epsilon", [1.0], r"=\[1.0\] must be a number"),
+    ("tokenizer.ggml.bos_token_id", 999, "=999 is none of the ids 0.."),
+    ("tokenizer.ggml.bos_token_id", "x", "='x' is none of the ids"),
+    ("tokenizer.ggml.tokens", 3, r"has no tokenizer.ggml.tokens \(a list\)"),
+    ("tokenizer.ggml.pre", [1], r"tokenizer.ggml.pre=\[1\] is not supported"),
+    ("general.architecture", [1], r"general.architecture=\[1\] is not supported")])
+def test_metadata_of_another_type_is_named_with_its_value(tmp_path, monkeypatch, key, value, match):
+  cfg = toy.config()
+  path = toy.write_gguf(tmp_path / "m.gguf", cfg, toy.tensors(cfg))
+  whole = key if key.startswith(("tokenizer", "general")) else f"llama.{key}"
+  plain = gguf.GGUFReader.__init__
+
+  class Field:
+    def contents(self):
+      return value
+
+  def init(self, *args):
+    plain(self, *args)
+    assert whole in self.fields
+    self.fields[whole] = Field()
+
+  monkeypatch.setattr(gguf.GGUFReader, "__init__", init)
+  shown = re.escape(key) if match.startswith("=") else ""
+  with pytest.raises(UserError, match=f"m.gguf: .*{shown}{match}") as caught:
+    open_checkpoint(str(path))
+  assert "\n" not in str(caught.value)
 
 
 def test_a_template_beside_the_file_and_the_end_of_a_turn(tmp_path):

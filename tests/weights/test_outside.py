@@ -338,6 +338,8 @@ def test_a_small_model_of_a_known_family_drafts(tmp_path, family):
     (speculators_dflash, dict(draft_vocab_size=9), r"head.weight has shape \[13, 32\].*\[9, 32\]"),
     (speculators_dflash, dict(sample_from_anchor=True), "sample_from_anchor=True is not supp"),
     (speculators_dflash, dict(speculators_model_type="peagle"), "speculators_model_type='peagle'"),
+    (speculators_dflash, dict(speculators_model_type=["a"]), r"model_type=\['a'\] is not"),
+    (speculators_dflash, dict(transformer_layer_config={"model_type": {}}), "model_type={} is not"),
     (speculators_dflash, dict(transformer_layer_config=3), "layer_config=3 must be an object"),
     (speculators_dspark, dict(sample_from_anchor=False), "sample_from_anchor=False is not supp"),
     (speculators_dspark, dict(markov_head_type="rnn"), "markov_head_type='rnn' is not supported"),

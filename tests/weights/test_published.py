@@ -535,6 +535,15 @@ def test_which_folders_are_published(written, tmp_path):
     ("dflash", dict(num_target_layers=36), "num_target_layers=36 is not the target's 8"),
     ("dflash", dict(draft_vocab_size=32), "has no tensor lm_head.weight"),
     ("dflash", dict(block_size=4.5), "block_size=4.5 must be a whole number"),
+    ("dflash", dict(block_size=1), "block_size=1 must be a whole number from 2 on"),
+    ("dspark", dict(block_size=0), "block_size=0 must be a whole number from 1 on"),
+    ("dflash", dict(dflash_config={"mask_token_id": 64, "target_layer_ids": [1, 2, 5]}),
+     r"mask_token_id=64 is no id of the target's 0..63"),
+    ("dflash", dict(dflash_config={"projector_type": ["dspark"]}), r"projector_type=\['dspark'\]"),
+    ("eagle3", dict(architectures=[["x"]]), r"architectures=\"\['x'\]\" is no drafter"),
+    ("eagle3", dict(num_key_value_heads=3), "num_kv_heads=3 does not divide num_heads=4"),
+    ("eagle3", dict(num_key_value_heads="2"), "num_key_value_heads='2' must be a whole number"),
+    ("eagle3", dict(rms_norm_eps="1e-5"), "rms_norm_eps='1e-5' must be a number"),
     ("dflash", dict(block_size=None), "block_size=None must be a whole number"),
     ("dflash", dict(mask_token_id=5), "mask_token_id=63 and mask_token_id=5 disagree"),
     ("dflash", dict(architectures=["DFlash2DraftModel"]), "architectures='DFlash2DraftModel'"),
@@ -567,6 +576,7 @@ def test_a_field_is_refused_by_name(folder, kind, changes, match):
     ("dflash", "dflash_config", dict(output_multiplier=2.0), "output_multiplier=2.0"),
     ("dflash", "dflash_config", dict(final_logit_softcapping=30.0), "final_logit_softcapping=30"),
     ("dflash", "dflash_config", dict(input_embedding_scale=-8.0), "input_embedding_scale=-8.0"),
+    ("dflash", "dflash_config", dict(input_embedding_scale=float("inf")), "embedding_scale=inf"),
     ("dspark", "dflash_config", dict(markov_head_type="gated"), "markov_head_type='gated'"),
     ("dspark", "dflash_config", dict(enable_confidence_head=False), "enable_confidence_head=Fal"),
     ("dspark", "dflash_config", dict(confidence_head_with_markov=False), "head_with_markov=False"),
@@ -600,6 +610,7 @@ def shaped(name, *shape):
     ("eagle3", absolute, r"d2t gives id 73: its offsets must lead to 13 ids in 0..63"),
     ("eagle3", within, "tensors d2t and t2d name different ids"),
     ("eagle3", lambda v: v.update(d2t=np.arange(13)[::-1].copy()), "d2t gives an id twice"),
+    ("eagle3", lambda v: v.update(d2t=v["d2t"].astype(np.float32)), "d2t has type float32"),
     ("eagle3", without("d2t"), "no tensor d2t, which draft_vocab_size=13 needs"),
     ("eagle3", lambda v: v.update(d2t=v["d2t"][:5]), r"d2t has shape \[5\], not draft_v.*=13"),
     ("eagle3", without("lm_head.weight"), "no tensor lm_head.weight"),
@@ -618,6 +629,14 @@ def test_a_tensor_is_refused_by_name(folder, kind, change, match):
   path = folder(kind, kind == "eagle3")
   edit_tensors(path, change)
   refuse(path, f"{kind}.*{match}")
+
+
+def test_a_file_that_was_cut_anywhere_is_named(folder):
+  path = folder("dspark")
+  whole = (path / "model.safetensors").read_bytes()
+  for size in (0, 5, 8, 200, len(whole) // 2, len(whole) - 1):
+    (path / "model.safetensors").write_bytes(whole[:size])
+    refuse(path, "dspark/model.safetensors is not a readable safetensors file")
 
 
 def test_another_target_is_refused(folder):

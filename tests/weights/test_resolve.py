@@ -1,5 +1,6 @@
 """Source strings: what they mean, and the one line for what does not exist."""
 
+import fnmatch
 import hashlib
 import importlib.metadata
 import sys
@@ -95,3 +96,23 @@ def test_hub_offline(monkeypatch, tmp_path):
   monkeypatch.setattr(hub, "snapshot_download", offline)
   with pytest.raises(UserError, match=r"^hf:org/name cannot be fetched: cannot reach org/name$"):
     resolve("hf:org/name")
+
+
+def test_a_drafter_of_the_hub_that_is_a_pickle_alone_is_fetched(monkeypatch, tmp_path):
+  """What holds safetensors is fetched without the pickles that often lie beside them."""
+  hub = pytest.importorskip("huggingface_hub")
+  there = {"a/old": ["config.json", "pytorch_model.bin"],
+           "a/new": ["config.json", "model.safetensors", "pytorch_model.bin"]}
+
+  def download(name, *, allow_patterns):
+    folder = tmp_path / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in there[name]:
+      if any(fnmatch.fnmatch(file, pattern) for pattern in allow_patterns):
+        (folder / file).write_bytes(b"")
+    return str(folder)
+
+  monkeypatch.setattr(hub, "snapshot_download", download)
+  assert (resolve("hf:a/old").path / "pytorch_model.bin").exists()
+  assert sorted(p.name for p in resolve("hf:a/new").path.iterdir()) == [
+      "config.json", "model.safetensors"]

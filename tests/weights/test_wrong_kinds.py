@@ -46,6 +46,27 @@ def test_a_field_of_the_rope_scaling(name):
       read(FIELDS | {"rope_scaling": LLAMA3 | {name: None}})
 
 
+@pytest.mark.parametrize("name,wrong", [
+    ("tie_word_embeddings", "false"), ("use_sliding_window", 1), ("norm_topk_prob", "no"),
+    ("num_key_value_heads", 0), ("num_key_value_heads", -2), ("head_dim", -8),
+    ("max_position_embeddings", 0), ("sliding_window", 0), ("sliding_window_pattern", 0),
+    ("num_experts_per_tok", 0), ("max_window_layers", -1), ("rms_norm_eps", 0.0),
+    ("rms_norm_eps", float("nan")), ("rope_theta", -1.0), ("rope_theta", float("inf")),
+    ("query_pre_attn_scalar", 0), ("architectures", [["LlamaForCausalLM"]]),
+    ("architectures", [3]), ("layer_types", [["full_attention"], 2]),
+    ("partial_rotary_factor", 2.0), ("rope_scaling", LLAMA3 | {"factor": 0.0}),
+    ("rope_scaling", LLAMA3 | {"truncate": "yes"})])
+def test_a_value_out_of_its_range(name, wrong):
+  """Each of these was a traceback, or passed for something else."""
+  with pytest.raises(UserError, match=f"config.json field {name}.* must be "):
+    read(FIELDS | {name: wrong})
+
+
+def test_a_band_of_no_width():
+  with pytest.raises(UserError, match="low_freq_factor=4.0 must be below high_freq_factor=4.0"):
+    read(FIELDS | {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}})
+
+
 @pytest.mark.parametrize("wrong", [0, -3, 2.5, None])
 @pytest.mark.parametrize("name", [
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"])
