@@ -14,6 +14,7 @@ differences of the page, so that more runs or categories make the mark harder to
 
 from __future__ import annotations
 
+import collections
 import csv
 import dataclasses
 import io
@@ -87,7 +88,12 @@ def load(paths: Sequence[str]) -> list[Loaded]:
     measured = report.load_evaluation(folder)
     records, drafter = measured.pop("records"), measured.get("drafter")
     if drafter not in records:
-      raise UserError(f"{folder}: no records of the drafter {drafter!r}")
+      raise UserError(f"{folder}: no records of the drafter {drafter!r}, only of "
+                      f"{sorted(records)}")
+    for (heat, rule), rows in records[drafter].items():
+      name, count = collections.Counter(row["id"] for row in rows).most_common(1)[0]
+      if count > 1:
+        raise UserError(f"{folder}: prompt {name!r} stands {count} times under T={heat:g}, {rule}")
     runs.append(Loaded(label, measured, {
         key: {row["id"]: row for row in rows} for key, rows in sorted(records[drafter].items())}))
   return runs
@@ -190,6 +196,11 @@ def compare(runs: Sequence[Loaded], allow_different: bool = False) -> dict:
   if unknown:
     notes.append("that the prompts' texts are equal was taken from their names alone: no hashes in "
                  + ", ".join(unknown))
+  hashes = [run.provenance.get("drafter_files") for run in runs]
+  same = [run.label for run, own in zip(others, hashes[1:], strict=True)
+          if own is not None and own == hashes[0]]
+  if same:
+    notes.append(f"{', '.join(same)}: the very drafter of {base.label}, by the hash of its files")
   rows = []
   seed = base.measured.get("seed", 0)
   for key in settings:
@@ -251,7 +262,8 @@ def tables(found: dict) -> list[Table]:
           f"{row['better']}/{row['equal']}/{row['worse']}"])
     out.append(Table(
         f"All {pooled[0]['prompts']} prompts at {where}",
-        ["run", "drafter", "τ (95 %)", "difference (95 %)", "p (Holm)", "prompts +/=/−"], lines,
+        ["run", "drafter", "τ (95 %)", "difference (95 %)", "p\n(Holm)", "prompts\n+/=/−"],
+        lines,
         text_columns=2))
     lines = []
     for category in ranked(found, key):

@@ -361,6 +361,19 @@ def looped_share(answers: Sequence[Sequence[int]]) -> float:
   return float(_ratio(sum(int(m.sum()) for m in masks), sum(len(m) for m in masks)))
 
 
+def check_answer(row: RowRecords, tokens: Sequence[int]) -> None:
+  """Refuses tokens that these rounds cannot have emitted; the EOS or the stop string at their end
+  may be missing.
+
+  Raises:
+    ValueError: `tokens` and `row` are not of the same answer.
+  """
+  missing = 1 + int(row.emitted.sum()) - len(tokens)
+  if missing < 0 or (missing > 1 and row.reason != "stop"):
+    raise ValueError(f"records: an answer of {len(tokens)} tokens cannot come from prefill's one "
+                     f"and {int(row.emitted.sum())} emitted")
+
+
 def before_first_loop(row: RowRecords, tokens: Sequence[int]) -> RowRecords:
   """The rounds of `row` that end before its first looped token.
 
@@ -377,10 +390,7 @@ def before_first_loop(row: RowRecords, tokens: Sequence[int]) -> RowRecords:
   Raises:
     ValueError: `tokens` and `row` are not of the same answer.
   """
-  missing = 1 + int(row.emitted.sum()) - len(tokens)
-  if missing < 0 or (missing > 1 and row.reason != "stop"):
-    raise ValueError(f"records: an answer of {len(tokens)} tokens cannot come from prefill's one "
-                     f"and {int(row.emitted.sum())} emitted")
+  check_answer(row, tokens)
   start = first_loop(tokens)
   if start == len(tokens):
     return row

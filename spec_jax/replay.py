@@ -16,11 +16,12 @@ Pure numpy.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Real
 
-from spec_jax.records import LEVEL, RESAMPLES, bootstrap_ratio
+from spec_jax.records import LEVEL, RESAMPLES, RowRecords, bootstrap_ratio
 
 
 def by_position(chance: Float[np.ndarray, " N"], draft_len: int) -> Float[np.ndarray, "N K"]:
@@ -147,6 +148,42 @@ def hop(match: Bool[np.ndarray, "N K"]) -> Int[np.ndarray, " rounds"]:
     emitted.append(min(accepted + 1, N - t))
     t += emitted[-1]
   return np.array(emitted, np.int64)
+
+
+def decisions(
+    record: RowRecords, chance: Float[np.ndarray, "N K"], margin: Float[np.ndarray, "N K"],
+) -> dict[str, Any]:
+  """Greedy decoding against its replay, draft by draft.
+
+  At temperature 0 a draft was accepted if it is the token of the text, so the two can part only
+  where the drafter's best token is another one in another pass. Whatever follows from that (other
+  rounds behind it) is no second difference: each draft that decoding verified is asked for by
+  itself, at the start and place where it stood.
+
+  Args:
+    record: of the decoding, with K drafts a round.
+    chance: of the replay of the same text.
+    margin: by how much the drafter's logit of the token exceeds the best other one, negative where
+      another one is best.
+
+  Returns:
+    decisions: drafts that were accepted or refused; lost: |margin| of those that decoding refused
+    and the replay accepts, won: of the others that differ. None for a margin that is not finite: no
+    rounding makes a draft of an id that the drafter does not have.
+  """
+  ends = np.cumsum(record.emitted)
+  out: dict[str, Any] = {"decisions": 0, "lost": [], "won": []}
+  for end, proposed, accepted, emitted in zip(
+      ends, record.proposed, record.accepted, record.emitted, strict=True):
+    kept = min(accepted, emitted)  # of a round that was cut
+    seen = kept + (kept < emitted and accepted < proposed)
+    for place in range(seen):
+      at = end - emitted, place
+      out["decisions"] += 1
+      if (chance[at] > 0.5) != (place < kept):
+        size = abs(float(margin[at]))
+        out["won" if place < kept else "lost"].append(size if np.isfinite(size) else None)
+  return out
 
 
 def uniform_anchor(overlap: Float[np.ndarray, "N K"]) -> tuple[float, int]:

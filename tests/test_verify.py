@@ -79,6 +79,16 @@ def test_greedy_accepts_the_matching_prefix():
   np.testing.assert_array_equal(verdict.next_token, [1, 2, 4, 1])
 
 
+@pytest.mark.parametrize("name", verify.RULES)
+def test_a_match_behind_a_mismatch_counts_for_nothing(name):
+  """CASE 16, for every rule: matches [1, 0, 1, 0] are one accepted draft."""
+  rule = verify.RULES[name]
+  rows = jax.nn.one_hot(jnp.asarray([[1, 2, 3, 4, 5]]), 16) * (3 if rule.on_logits else 1)
+  drafts = Proposal(jnp.asarray([[1, 9, 3, 9]], jnp.int32), None)
+  verdict = rule.apply(rows, drafts, some_keys(1), jnp.asarray([4], jnp.int32))
+  assert (int(verdict.accepted[0]), int(verdict.next_token[0])) == (1, 2)
+
+
 @pytest.mark.parametrize("limit", [0, 1, 2, 3])
 def test_greedy_stops_at_the_limit(limit):
   verdict = run_greedy([[1, 2, 3, 4]], [[1, 2, 3]], limit)

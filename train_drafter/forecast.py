@@ -4,6 +4,7 @@ The evaluate stage measures parts, each a JSON file of its folder, with `replaye
 report.py turns them into the sections `replay`, `costs` and `prediction` without decoding.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from spec_jax import records as metrics
 from spec_jax import replay as arithmetic
 from spec_jax.drafters import Drafter
 from spec_jax.target import Target
-from train_drafter import replay, speed
+from train_drafter import agreement, replay, speed
 from train_drafter.config import Config
 from train_drafter.progress import Bar
 
@@ -60,7 +61,7 @@ def replayed(
   drafter = bench.drafter(name)
   ids = {p["id"]: ids for p, ids in zip(bench.prompts, bench.ids, strict=True)}
 
-  def measure(heat, rule, draft_len):
+  def measure(heat, rule, draft_len, tolerance):
     main = draft_len == options.draft_len
     rows = acceptance(bench, name, heat, rule, 0 if main else draft_len)
     lengths = replay.draft_lens(
@@ -68,12 +69,14 @@ def replayed(
     with Bar(f"replay T={heat:g} K={draft_len}", total=len(rows)) as bar:
       return replay_part(
           bench.target, drafter, ids, rows, temperature=heat, rule=rule, draft_len=draft_len,
-          lengths=lengths, advance=lambda answers, tokens: bar.advance(answers, amount=tokens))
+          lengths=lengths, tolerance=tolerance,
+          advance=lambda answers, tokens: bar.advance(answers, amount=tokens))
 
   for heat, rule in settings:
+    known = None  # the rounding is measured once, with the first K
     for K in (options.draft_len, *_more(bench.cfg)) if rule in replay.RULES else ():
       path = _replay_path(bench.workdir / "evaluate" / "parts", (heat, rule), K)
-      kept(path, lambda heat=heat, rule=rule, K=K: measure(heat, rule, K))
+      known = kept(path, functools.partial(measure, heat, rule, K, known)).get("tolerance", known)
 
 
 def dtypes(cfg: Config) -> list[str]:
@@ -105,7 +108,7 @@ def costs(bench: Any, kept: Callable[[Path, Callable], Any]) -> dict[str, Any]:
 def replay_part(
     target: Target, drafter: Drafter, prompts: Mapping[str, Sequence[int]], rows: Sequence[dict], *,
     temperature: float, rule: str, draft_len: int, lengths: Sequence[int],
-    advance: Callable[[int, int], Any]) -> dict[str, Any]:
+    advance: Callable[[int, int], Any], tolerance: float | None = None) -> dict[str, Any]:
   """Replay of the answers that decoding with one K gave.
 
   Args:
@@ -118,14 +121,22 @@ def replay_part(
     draft_len: K of the decoding.
     lengths: the K that are estimated.
     advance: as `replay.estimate` has it.
+    tolerance: of `agreement`, measured here unless it is known.
 
   Returns:
     The result of `replay.estimate`, the setting, "decoded" (K), and in each row "id" and
-    "measured": the rounds that the decoding took.
+    "measured": the rounds that the decoding took; under greedy also the "tolerance" of
+    `agreement` that its decisions are judged by.
   """
+  exact = rule == "greedy"
+  asked = [prompts[r["id"]] for r in rows]
   found = replay.estimate(
-      target, drafter, [prompts[r["id"]] for r in rows], [r["tokens"] for r in rows],
-      temperature=temperature, lengths=lengths, advance=advance)
+      target, drafter, asked, [r["tokens"] for r in rows],
+      temperature=temperature, lengths=lengths, advance=advance,
+      decoded=(draft_len, [r["records"] for r in rows]) if exact else None)
+  if exact:
+    found["tolerance"] = tolerance if tolerance is not None else agreement.tolerance(
+        target, drafter, asked, draft_len)
   for own, row in zip(found["rows"], rows, strict=True):
     own |= {"id": row["id"], "measured": row["records"].rounds}
   return {"temperature": temperature, "rule": rule, "decoded": draft_len, **found}
@@ -219,20 +230,24 @@ def replay_section(
         "uniform_anchor":
             1 + sum(r["uniform"][at] for r in rows) / starts if starts else float("nan"),
         "survival": part["survival"][at], "measured": None, "measured_ci": [None, None],
-        "difference": None, "difference_ci": [None, None], "agrees": None}
+        "difference": None, "difference_ci": [None, None], "agrees": None, "decisions": None,
+        "verdict": None}
     if part["decoded"] == K:
       measured = np.array([r["measured"] for r in rows])
       real = arithmetic.tau(tokens, measured)
       low, high = arithmetic.difference_ci(tokens, measured, rounds, seed)
       row |= {"measured": real, "measured_ci": arithmetic.tau_ci(tokens, measured, seed),
               "difference": real - row["tau"], "difference_ci": np.array([low, high]),
-              "agrees": None if np.isnan(low) else bool(low <= 0 <= high)}
-      if row["agrees"] is False:
+              "agrees": None if np.isnan(low) else bool(low <= 0 <= high),
+              "decisions": agreement.summary(part)}
+      row["verdict"] = agreement.verdict(row["decisions"], row["agrees"])
+      if row["verdict"] == "disagrees":
         warnings.append(
             f"at T={temperature:g} with K={K} the replay estimate of tau is {row['tau']:.3f} and "
             f"real decoding of the same text gave {real:.3f} (difference {real - row['tau']:+.3f}, "
-            f"95 % {low:+.3f} to {high:+.3f}): they DISAGREE, so the estimates of the other K and "
-            "the predicted speed-ups are not to be trusted")
+            f"95 % {low:+.3f} to {high:+.3f}): they DISAGREE, so the estimates of the "
+            "other K and the predicted speed-ups are not to be trusted"
+            + agreement.reason(row["decisions"]))
     row["bias"] = row["uniform_anchor"] - (
         row["tau"] if row["measured"] is None else row["measured"])
     out.append({name: metrics.to_plain(value) for name, value in row.items()})
@@ -279,7 +294,9 @@ def prediction_section(
         known.setdefault(draft_len, row)
     rows = []
     for K, c in zip(cost["draft_lens"], cost["draft"], strict=True):
-      part = next((p for p in greedy if K in p["lengths"]), None)
+      # As in `replay_section`: of the text that this K decoded, if there is one.
+      part = min((p for p in greedy if K in p["lengths"]), key=lambda p: p["decoded"] != K,
+                 default=None)
       if part is None:
         continue
       total = c + cost["verify"][K]

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from spec_jax import replay, sampling, sharding
 from spec_jax.drafters import LEARNED, Drafter
+from spec_jax.records import RowRecords
 from spec_jax.sampling import GREEDY_BELOW, Sampling
 from spec_jax.target import Target
 
@@ -48,6 +49,7 @@ def estimate(
     target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]], *, temperature: float, lengths: Sequence[int],
     batch_size: int = 8, advance: Callable[[int, int], Any] = lambda answers, tokens: None,
+    decoded: tuple[int, Sequence[RowRecords]] | None = None,
 ) -> dict[str, Any]:
   """What decoding with `drafter` would have done on the target's own answers.
 
@@ -61,11 +63,14 @@ def estimate(
     lengths: the K.
     batch_size: answers of one pass.
     advance: called with the number of answers of a batch that is done and of their tokens.
+    decoded: K and the records of the decoding that left the answers, to be compared draft by draft;
+      at temperature 0.
 
   Returns:
     {"lengths", "rows", "survival"}: for each answer {"tokens": those emitted by rounds, "rounds":
-    E_0 by K, "uniform": sums over starts of sum_k prod (1 - TV) by K, "starts": their numbers}; and
-    by K the survival s_1...s_K over all answers.
+    E_0 by K, "uniform": sums over starts of sum_k prod (1 - TV) by K, "starts": their numbers, and
+    with `decoded` the fields of `spec_jax.replay.decisions`}; and by K the survival s_1...s_K over
+    all answers.
   """
   lengths = tuple(lengths)
   rows: list[dict] = [{} for _ in answers]
@@ -74,7 +79,9 @@ def estimate(
   for i, tables in chances(
       target, drafter, prompts, answers, temperature, lengths, batch_size, advance):
     row = {"tokens": max(len(answers[i]) - 1, 0), "rounds": [], "uniform": [], "starts": []}
-    for K, (chance, overlap) in tables.items():
+    for K, (chance, overlap, margin) in tables.items():
+      if decoded is not None and K == decoded[0]:
+        row |= replay.decisions(decoded[1][i], chance, margin)
       counts = replay.expected(chance)
       total, starts = replay.uniform_anchor(overlap)
       reached[K] += counts.reached
@@ -91,8 +98,8 @@ def chances(
     target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]], temperature: float, lengths: Sequence[int],
     batch_size: int = 8, advance: Callable[[int, int], Any] = lambda answers, tokens: None):
-  """Yields (index, {K: (chance [N, K], overlap [N, K])}) of every answer, as `spec_jax.replay` has
-  them; the arguments are those of `estimate`."""
+  """Yields (index, {K: (chance [N, K], overlap [N, K], margin [N, K])}) of every answer, as
+  `spec_jax.replay` has them; the arguments are those of `estimate`."""
   module, lengths = drafter.module, tuple(lengths)
   order = sorted(range(len(answers)), key=lambda i: -len(prompts[i]) - len(answers[i]))
   most = -(-max(map(len, answers), default=1) // 16) * 16
@@ -104,19 +111,19 @@ def chances(
   for begin in range(0, len(order), batch_size):
     members = order[begin:begin + batch_size]
     batch, spans = _batch([(prompts[i], answers[i]) for i in members], batch_size, most)
-    accept, overlap = sharding.fetch(_scores(
+    scores = sharding.fetch(_scores(
         target.graph, drafter.graph, (target.params, drafter.params),
         sharding.place_rows(batch, target.mesh), np.float32(temperature), drafter.kind, lengths,
         greedy))
     for i, span in zip(members, spans, strict=True):
-      own = accept[span][1:], overlap[span][1:]  # the prefill's token is no draft
+      own = [values[span][1:] for values in scores]  # the prefill's token is no draft
       first = len(prompts[i]) + 1  # committed where start 0 drafts
       found = {}
       for K in lengths:
-        chance, shared = (_table(x, K, columns[K], drafter.kind) for x in own)
+        chance, shared, margin = (_table(x, K, columns[K], drafter.kind) for x in own)
         # Beyond the drafter's context decoding accepts nothing.
         chance[first + np.arange(len(chance)) + K > module.max_position] = 0.0
-        found[K] = chance, shared
+        found[K] = chance, shared, margin
       yield i, found
     advance(len(members), sum(len(answers[i]) for i in members))
 
@@ -169,8 +176,8 @@ def _batch(texts: Sequence[tuple], rows: int, most: int) -> tuple[dict[str, np.n
 def _scores(
     target_graph: Any, drafter_graph: Any, params: Any, batch: dict[str, Array],
     temperature: Float[Array, ""], kind: str, lengths: tuple[int, ...], greedy: bool,
-) -> tuple[Float[Array, "M J"], Float[Array, "M J"]]:
-  """min(1, q(x)/p(x)) of every answered token and sum min(p, q) there, by column of `_states`."""
+) -> tuple[Float[Array, "M J"], Float[Array, "M J"], Float[Array, "M J"]]:
+  """What `score` gives at every answered token, by column of `_states`."""
   target = nnx.merge(target_graph, params[0])
   module = nnx.merge(drafter_graph, params[1])
   read = target.hidden(
@@ -185,8 +192,9 @@ def _scores(
 def score(
     module: Any, target: Any, states: Float[Array, "M J E"], teacher: Float[Array, "M D"],
     labels: Int[Array, " M"], temperatures: Float[Array, " M"], used: Float[Array, " M"],
-    greedy: bool) -> tuple[Float[Array, "M J"], Float[Array, "M J"]]:
-  """min(1, q(x)/p(x)) and sum min(p, q) of every state, some positions at a time.
+    greedy: bool) -> tuple[Float[Array, "M J"], Float[Array, "M J"], Float[Array, "M J"]]:
+  """min(1, q(x)/p(x)) and sum min(p, q) of every state, and under greedy by how much the logit of x
+  exceeds the best other one (0 otherwise); some positions at a time.
 
   Args:
     module: the drafter.
@@ -212,12 +220,13 @@ def score(
       logits = module.masked(module.train_logits(state, target, trained), target)
       if greedy:
         draft = module.full_id(sampling.argmax(logits))
-        return draft == label, draft == best
-      return _ratio(p, sampling.probabilities(logits, settings, heat), label, ids, module)
+        return draft == label, draft == best, _margin(logits, label, ids, module)
+      accept, overlap = _ratio(
+          p, sampling.probabilities(logits, settings, heat), label, ids, module)
+      return accept, overlap, jnp.zeros_like(overlap)
 
-    accept, overlap = jax.lax.map(column, hidden.transpose(1, 0, 2))
-    wide = lambda x: x.T.astype(jnp.float32)
-    return wide(accept), wide(overlap)
+    return jax.tree.map(
+        lambda x: x.T.astype(jnp.float32), jax.lax.map(column, hidden.transpose(1, 0, 2)))
 
   def chunk(part):
     used, part = part
@@ -230,6 +239,14 @@ def score(
   split = lambda x: pad(x).reshape(-1, _CHUNK, *x.shape[1:])
   out = jax.lax.map(chunk, jax.tree.map(split, (used, (states, teacher, labels, temperatures))))
   return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[:count], out)
+
+
+def _margin(logits, label, ids, module):
+  """The logit of `label` less the best of the others; logits [c, Vd] over the draft vocabulary."""
+  place = label if ids is None else module.draft_place[...][label]
+  own = place[:, None] == jnp.arange(logits.shape[1])
+  best = lambda where: jnp.max(logits, -1, initial=-jnp.inf, where=where)
+  return best(own) - best(~own)
 
 
 def _ratio(p, q, label, ids, module):

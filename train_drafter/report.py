@@ -15,6 +15,7 @@ Raw material, all plain Python:
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 from spec_jax import records as metrics
 from spec_jax.errors import UserError
 from spec_jax.records import RowRecords
+from spec_jax.verify import RULES
 from train_drafter import forecast, manifest, payoff, timings, whatif
 from train_drafter.report_checks import (
   acceptance_warnings,
@@ -35,6 +37,7 @@ from train_drafter.report_schema import (
   DEFINITIONS,
   SCHEMA_VERSION,
   TIMES,
+  validate_material,
   validate_report,
   validate_speed,
 )
@@ -183,6 +186,12 @@ def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: i
   """
   if drafter not in records:
     raise UserError(f"report: no records of the drafter {drafter!r}, only of {sorted(records)}")
+  estimates = _listed(training_estimate)
+  speed = [{name: metrics.to_plain(value) for name, value in row.items()} for row in speed]
+  validate_material(
+      replay=replay, costs=costs, memory=memory, identity=identity, speed=speed,
+      training_estimate=estimates, target=target, drafter=drafter, draft_len=draft_len,
+      max_new_tokens=max_new_tokens, seed=seed, provenance=provenance)
   by_drafter = {name: _settings(name, by_setting, draft_len, seed)
                 for name, by_setting in records.items()}
   settings = by_drafter[drafter]
@@ -201,10 +210,6 @@ def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: i
       elif theirs != ids:
         warnings.append(f"{name} was decoded on other prompts than {drafter} at T={key[0]:g}: "
                         "their figures cannot be compared")
-  if training_estimate is None:
-    estimates = []
-  else:
-    estimates = [training_estimate] if isinstance(training_estimate, dict) else training_estimate
   estimates = check_estimates(estimates, settings, warnings)
   for row in identity:
     warnings += row.get("dead_drafter", ())
@@ -252,6 +257,12 @@ def build_report(*, target: str, drafter: str, draft_len: int, max_new_tokens: i
   return report
 
 
+def _listed(training_estimate: dict | Sequence[dict] | None) -> Sequence[dict]:
+  if training_estimate is None:
+    return []
+  return [training_estimate] if isinstance(training_estimate, dict) else training_estimate
+
+
 def _write(path: Path, text: str) -> None:
   """Whole or not at all: a killed run leaves the old file."""
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -291,6 +302,21 @@ def save_records(path: str | Path, records: Records) -> Path:
   return Path(path)
 
 
+def _check_line(raw: Any) -> None:
+  """What `RowRecords` does not look at itself; raises ValueError with field and value."""
+  if not isinstance(raw, dict):
+    raise ValueError(f"must be an object, got {raw!r}")
+  for name in ("drafter", "rule", "id", "category"):
+    if not isinstance(raw[name], str):
+      raise ValueError(f"{name} must be a string, got {raw[name]!r}")
+  if raw["rule"] not in RULES:
+    raise ValueError(f"rule must be one of {', '.join(RULES)}, got {raw['rule']!r}")
+  if not isinstance(raw["temperature"], int | float) or not 0 <= raw["temperature"] < math.inf:
+    raise ValueError(f"temperature must be a number of at least 0, got {raw['temperature']!r}")
+  if not isinstance(raw["tokens"], list) or not all(type(t) is int for t in raw["tokens"]):
+    raise ValueError("tokens must be a list of whole numbers")
+
+
 def load_records(path: str | Path) -> dict[str, dict[Setting, list[dict]]]:
   """Reads what `save_records` wrote.
 
@@ -305,9 +331,11 @@ def load_records(path: str | Path) -> dict[str, dict[Setting, list[dict]]]:
   for number, line in enumerate(text.splitlines(), 1):
     try:
       raw = json.loads(line)
+      _check_line(raw)
       row = {"id": raw["id"], "category": raw["category"], "tokens": raw["tokens"],
              "records": RowRecords(raw["proposed"], raw["accepted"], raw["emitted"],
                                    raw["reason"])}
+      metrics.check_answer(row["records"], row["tokens"])
       key = (float(raw["temperature"]), raw["rule"])
       out.setdefault(raw["drafter"], {}).setdefault(key, []).append(row)
     except KeyError as error:
@@ -331,17 +359,24 @@ def load_evaluation(folder: str | Path) -> dict[str, Any]:
   """Reads what `save_evaluation` wrote: the arguments of `build_report`.
 
   Raises:
-    UserError: a file is missing or broken.
+    UserError: a file is missing or broken, or lacks a key (named, with the value of a wrong one).
   """
   path = Path(folder) / MEASUREMENTS_FILE
   if not path.is_file():
     raise UserError(f"{path}: no such file")
   try:
     measurements = json.loads(path.read_text(encoding="utf-8"))
-    measurements.pop("whatif", None)  # earlier runs kept what is made from the rest now
-    return {**measurements, "records": load_records(path.with_name(RECORDS_FILE))}
-  except (TypeError, ValueError) as error:
+  except ValueError as error:
     raise UserError(f"{path}: {error}") from None
+  if not isinstance(measurements, dict):
+    raise UserError(f"{path}: must hold an object")
+  measurements.pop("whatif", None)  # earlier runs kept what is made from the rest now
+  try:
+    validate_material(**measurements | {
+        "training_estimate": _listed(measurements.get("training_estimate"))})
+  except UserError as error:
+    raise UserError(f"{path}: {str(error).removeprefix('report: ')}") from None
+  return {**measurements, "records": load_records(path.with_name(RECORDS_FILE))}
 
 
 def report_from_folder(folder: str | Path) -> dict:
@@ -352,7 +387,9 @@ def report_from_folder(folder: str | Path) -> dict:
   """
   try:
     return build_report(**load_evaluation(folder))
-  except (TypeError, ValueError) as error:
+  except KeyError as error:
+    raise UserError(f"{Path(folder) / MEASUREMENTS_FILE}: {error.args[0]} is missing") from None
+  except (AttributeError, TypeError, ValueError) as error:
     raise UserError(f"{Path(folder) / MEASUREMENTS_FILE}: {error}") from None
 
 

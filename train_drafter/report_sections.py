@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from train_drafter import payoff
+from train_drafter import agreement, payoff
 from train_drafter.report_cells import (
   NONE,
   Table,
@@ -125,7 +125,8 @@ def replay_table(report: Mapping[str, Any]) -> Table:
   rows = [[
       f"{r['temperature']:g}", r["rule"], str(r["draft_len"]),
       with_interval(r["tau"], r["tau_ci"]), number(r["measured"]),
-      {True: "yes", False: "NO", None: NONE}[r["agrees"]], _signed(r["difference"], 3),
+      {"agrees": "yes", "rounding": "rounding", "disagrees": "NO"}.get(r["verdict"], NONE),
+      _signed(r["difference"], 3),
       number(r["uniform_anchor"]), _signed(r["bias"])] for r in report.get("replay") or ()]
   return Table(
       "Replay estimate of τ", ["T", "rule", "K", "replay τ\n(95 %)", "decoded\nτ", "agrees",
@@ -149,8 +150,9 @@ def agreement_lines(report: Mapping[str, Any]) -> list[str]:
     low, high = r["difference_ci"]
     if low is not None:
       text += f", difference {r['difference']:+.3f} (95 % {low:+.3f} to {high:+.3f})"
-    word = {True: "agrees", False: "DISAGREES", None: "cannot be judged"}[r["agrees"]]
-    out.append(f"{word} {text}")
+    word = {"agrees": "agrees", "rounding": "agrees but for rounding", "disagrees": "DISAGREES"}
+    out.append(f"{word.get(r['verdict'], 'cannot be judged')} {text}"
+               + agreement.reason(r["decisions"]))
   rules = {entry["rule"] for entry in report["settings"]} - {"greedy", "ratio"}
   if out:
     out += [f"the rule {rule} has no replay estimate" for rule in sorted(rules)]
@@ -323,7 +325,7 @@ def dense_table(found: Mapping[str, Any]) -> Table:
       ["accelerator", "plain\nceiling", "K", "τ here", "tokens/s\nwith it",
        *[f"with\nτ = {key.removeprefix('tau_')}" for key in taus], "fits"], rows,
       f"tokens per second of one sequence; plain ceiling: bandwidth / {size}; a drafter of "
-      f"{100 * dense['drafter_share']:.1f} % of the weights, as here")
+      f"{100 * dense['drafter_share']:.1f} % of the weights, as here; with τ = n: K = n at least")
 
 
 def experts_table(found: Mapping[str, Any]) -> Table:

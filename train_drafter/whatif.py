@@ -8,6 +8,7 @@ longer. Kernels, communication and the host come on top.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -291,7 +292,8 @@ def dense_example(
   Returns:
     {"weight_bytes", "drafter_share": of the bytes that a pass reads, "rows": [{"name", "fits",
     "plain_tokens_per_s", "draft_len", "tau", "tokens_per_s": with the best K, and "tau_2",
-    "tau_3", "tau_4": tokens per second of such a tau with that K and drafter}]}.
+    "tau_3", "tau_4": tokens per second of such a tau with that drafter and K = tau or, if that is
+    more, the best K: a round of K drafts gives K + 1 tokens at most}]}.
   """
   target, drafter = models(facts)
   share = drafter.weight_bytes / (
@@ -306,7 +308,7 @@ def dense_example(
            "plain_tokens_per_s": plain_ceiling(chip, large), "draft_len": K,
            "tau": taus.get(K), "tokens_per_s": fast}
     for tau in DENSE_TAUS if K else ():
-      row[f"tau_{tau:g}"] = _best(chip, large, small, {K: tau}, each)[0]
+      row[f"tau_{tau:g}"] = _best(chip, large, small, {max(K, math.ceil(tau)): tau}, each)[0]
     rows.append(row)
   return {"weight_bytes": size, "drafter_share": share, "rows": rows}
 

@@ -153,6 +153,31 @@ def test_what_differs_is_refused_by_name(tmp_path, changes, message):
   assert f"> Note: {found['notes'][0]}" in lib.markdown(found)
 
 
+def test_the_same_drafter_twice_is_said(tmp_path):
+  runs = [run_folder(tmp_path / n, provenance={"drafter_files": own, "prompt_hashes": {"p0": "h"}})
+          for n, own in (("a", "x"), ("b", "y"), ("c", "x"))]
+  assert compare(load(runs))["notes"] == ["c: the very drafter of a, by the hash of its files"]
+  twice = compare(load([runs[0], runs[0]]))
+  assert twice["notes"] == ["a (2): the very drafter of a (1), by the hash of its files"]
+  assert all(row["difference"] == 0 and not row["significant"] for row in twice["differences"])
+
+
+def test_a_prompt_that_stands_twice_is_refused(tmp_path):
+  twice = [*rows(base_rows), rows(base_rows)[3]]
+  with pytest.raises(UserError, match="prompt 'p3' stands 2 times under T=0, greedy"):
+    load([run_folder(tmp_path / "a"), run_folder(tmp_path / "b", found=twice)])
+
+
+@pytest.mark.parametrize("changes, message", [
+  ({"draft_len": "5"}, "evaluation.json: draft_len must be a whole number of at least 0, got '5'"),
+  ({"speed": [{"dtype": "float32"}]}, r"evaluation.json: speed\[0\].drafter is missing"),
+  ({"provenance": 3}, "evaluation.json: provenance must be an object or null, got 3"),
+])
+def test_damaged_measurements_are_named(tmp_path, changes, message):
+  with pytest.raises(UserError, match=message):
+    load([run_folder(tmp_path / "a"), run_folder(tmp_path / "b", **changes)])
+
+
 def test_only_what_is_shared_is_compared_when_told_to(tmp_path):
   hashes = {f"p{i}": f"hash-p{i + (i == 3)}" for i in range(20)}
   runs = load([run_folder(tmp_path / "a"), run_folder(
@@ -195,7 +220,8 @@ def test_folders_and_names(tmp_path):
   with pytest.raises(UserError, match="nowhere: holds no evaluation"):
     load([str(tmp_path / "nowhere"), str(tmp_path / "bare")])
   with pytest.raises(UserError, match="no records of the drafter 'other'"):
-    save_evaluation(tmp_path / "z", records={"ngram": {GREEDY: rows(base_rows)}}, drafter="other")
+    save_evaluation(tmp_path / "z", records={"ngram": {GREEDY: rows(base_rows)}}, target="demo",
+                    drafter="other", draft_len=5, max_new_tokens=128)
     load([str(tmp_path / "z")])
 
 
@@ -229,8 +255,8 @@ def test_what_is_written(tmp_path):
 def test_terminal_tables(tmp_path):
   found = compare(load([run_folder(tmp_path / "a"), run_folder(tmp_path / "b", better_rows)]))
   out = io.StringIO()
-  for table in lib.tables(found):
-    print_table(table, Console(file=out, width=100, color_system=None))
+  for table in lib.tables(found):  # 80 columns are enough
+    print_table(table, Console(file=out, width=80, color_system=None))
   text = out.getvalue()
   assert "All 24 prompts at T=0, greedy" in text and "+1.000 (+1.000 to +1.000) *" in text
   categories = [line.split()[0] for line in text.splitlines() if line.startswith(CATEGORIES)]

@@ -80,6 +80,12 @@ def test_prediction_by_hand():
   assert one["error"] == pytest.approx(8 / 6 / 1.2 / 1.15 - 1) and two["error"] is None
   assert (one["chosen"], two["chosen"]) == (False, True)
   assert forecast.prediction_section([COST], [warm], speed, "small_lm", 2) == []
+  # Another decoding with K = 1: both sections speak of its text.
+  other = part(decoded=1, lengths=(1,))
+  other["rows"][0]["rounds"] = [7.0]
+  rows = forecast.prediction_section([COST], [part(), other], speed, "small_lm", 2)
+  assert [r["tau"] for r in rows] == [12 / 10, 2.0] == [
+      r["tau"] for r in forecast.replay_section([part(), other], [])]
 
 
 def test_a_finished_run_predicts_and_checks(finished):

@@ -281,7 +281,7 @@ def test_missing_keys_are_named():
     validate_report(report)
   report = build_report(**arguments())
   report["draft_len"] = "5"
-  with pytest.raises(UserError, match="draft_len must be an integer, got '5'"):
+  with pytest.raises(UserError, match="draft_len must be a whole number of at least 0, got '5'"):
     validate_report(report)
   with pytest.raises(UserError, match=r"speed\[0\].speedup_ci is missing"):
     build_report(**arguments(speed=[{k: v for k, v in SPEED[0].items() if k != "speedup_ci"}]))
@@ -335,7 +335,20 @@ def test_records_survive_the_round_trip(tmp_path):
     (lambda line: line.replace('"reason":"eos",', ""), r"records.jsonl:2: reason is missing"),
     (lambda line: line.replace('"emitted":[3]', '"emitted":[9]'),
      r"records.jsonl:2: records: emitted must be <= accepted \+ 1"),
-    (lambda line: "[]", r"records.jsonl:2: "),
+    (lambda line: "[]", r"records.jsonl:2: must be an object, got \[\]"),
+    (lambda line: line.replace('"emitted":[3]', '"emitted":"3"'),
+     r"records.jsonl:2: records: emitted must have one axis"),
+    (lambda line: line.replace('"id":"code-2"', '"id":7'), r"records.jsonl:2: id must be a string"),
+    (lambda line: line.replace('"rule":"ratio"', '"rule":"ratix"'),
+     r"records.jsonl:2: rule must be one of greedy, .*, got 'ratix'"),
+    (lambda line: line.replace('"temperature":1.0', '"temperature":"hot"'),
+     r"records.jsonl:2: temperature must be a number of at least 0, got 'hot'"),
+    (lambda line: line.replace('"temperature":1.0', '"temperature":NaN'),
+     r"records.jsonl:2: temperature must be a number of at least 0, got nan"),
+    (lambda line: line.replace('"tokens":[0,1,', '"tokens":['),
+     r"records.jsonl:2: records: an answer of 2 tokens cannot come from prefill's one and 3 emi"),
+    (lambda line: line.replace('"tokens":[0,', '"tokens":["a",'),
+     r"records.jsonl:2: tokens must be a list of whole numbers"),
 ])
 def test_broken_record_lines_are_named(tmp_path, spoil, message):
   path = save_records(tmp_path / "records.jsonl", hand_written())

@@ -57,7 +57,8 @@ OPTIONAL = {
               "tau_ci": [2.0 + k, 2.25 + k], "uniform_anchor": 3.11 + k, "bias": 0.91,
               "survival": [0.77] * k, "measured": 2.2 + k,
               "measured_ci": [2.1 + k, 2.3 + k], "difference": 0.075,
-              "difference_ci": [-0.01 if k == 1 else 0.02, 0.16], "agrees": k == 1}
+              "difference_ci": [-0.01 if k == 1 else 0.02, 0.16], "agrees": k == 1,
+              "decisions": None, "verdict": "agrees" if k == 1 else "disagrees"}
              for k in (1, 3)],
   "prediction": [{"dtype": "bfloat16", "temperature": 0.0, "draft_len": k, "tau": 1.5,
                   "tau_timed": 1.6, "draft_cost": 0.125 * k, "verify_cost": 1.37, "speedup": 1.77,

@@ -125,6 +125,11 @@ def test_a_31_gb_dense_model_on_every_accelerator():
   assert own["tokens_per_s"] == own["tau_3"] == pytest.approx(273 / 31 * 3.0 / 1.5)
   assert own["tau_2"] == pytest.approx(273 / 31 * 2.0 / 1.5)
   assert not rows["TPU v5e"]["fits"] and not rows["TPU v6e"]["fits"] and rows["TPU v5p"]["fits"]
+  # A block of one draft gives two tokens at most: tau 2, 3 and 4 take 2, 3 and 4 drafts.
+  short = {r["name"]: r for r in whatif.dense_example(FACTS, {1: 1.2, 5: 1.3})["rows"]}["GB10"]
+  assert short["draft_len"] == 1 and short["tokens_per_s"] == pytest.approx(273 / 31 * 1.2 / 1.1)
+  for tau in (2, 3, 4):
+    assert short[f"tau_{tau}"] == pytest.approx(273 / 31 * tau / (1 + 0.1 * tau))
   empty = whatif.dense_example(FACTS, {})["rows"][0]
   assert empty["tokens_per_s"] is None and "tau_2" not in empty
 
