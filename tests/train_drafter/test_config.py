@@ -58,6 +58,7 @@ BAD = [
     ("drafter.anchors", 0), ("drafter.mask_id", -2), ("drafter.markov_rank", 0),
     ("train.position_weight", "linear"), ("evaluate.lookup", "1-3"),
     ("evaluate.seed", 2**31), ("export.prompts", 0),
+    ("storage.features", "runs/x"), ("storage.checkpoints", "s3://lab/x"),
     ("mesh.data", -2), ("mesh.fsdp", 0), ("mesh.tensor", 0)]
 
 
