@@ -14,7 +14,6 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import jax
@@ -22,7 +21,8 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from spec_jax.errors import UserError
-from train_drafter import distributed
+from train_drafter import buckets, distributed, urls
+from train_drafter.buckets import Folder
 
 _AGREE_STEPS = 4  # steps between two agreements of several processes whether to stop
 
@@ -45,26 +45,28 @@ class Checkpoints:
   """
 
   def __init__(
-    self, folder: Path, *, max_to_keep: int = 2, best: Literal["min", "max"] = "min"
+    self, folder: Folder, *, max_to_keep: int = 2, best: Literal["min", "max"] = "min"
   ):
     """Opens `folder`, which is made when missing; parts of a save that was killed are removed.
 
     Args:
-      folder: where the steps are.
+      folder: where the steps are: a folder here, or one in a bucket (gs://, with gcsfs).
       max_to_keep: how many of the newest steps stay.
       best: whether the smallest or the largest metric is the best one.
 
     Raises:
       UserError: the folder cannot be made or written, or the metric of a step is damaged.
     """
-    self.folder = folder.absolute()
+    self._far = urls.is_bucket(folder)
+    self.folder = folder if self._far else folder.absolute()
     self._worst = math.inf if best == "min" else -math.inf
-    try:
-      self.folder.mkdir(parents=True, exist_ok=True)
-      # A folder that cannot be written is found out now and not after the first hour.
-      tempfile.TemporaryFile(dir=self.folder).close()
-    except OSError as error:
-      raise UserError(f"{folder}: checkpoints cannot be written ({error.strerror})") from error
+    if not self._far:  # of a bucket this was found out as the run began
+      try:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # A folder that cannot be written is found out now and not after the first hour.
+        tempfile.TemporaryFile(dir=self.folder).close()
+      except OSError as error:
+        raise UserError(f"{folder}: checkpoints cannot be written ({error.strerror})") from error
     for path in self.folder.glob("*/metrics/metrics"):  # read as the manager starts
       try:
         json.loads(path.read_text())
@@ -215,8 +217,11 @@ class Checkpoints:
       yield
     except OSError as error:
       raise UserError(f"{self.folder}: a checkpoint was not written ({error})") from error
-    except ValueError as error:
-      # So tensorstore reports a failed write; other ValueErrors are mistakes in the program.
+    except buckets.FAILURES as error:
+      if self._far:
+        raise UserError(f"{self.folder}: a checkpoint was not written "
+                        f"({buckets.reason(error)})") from error
+      # So tensorstore reports a failed write; other errors are mistakes in the program.
       code = re.search(r"os_error_code='(\d+)'", str(error))
       if code is None:
         raise
@@ -224,7 +229,7 @@ class Checkpoints:
       raise UserError(f"{self.folder}: a checkpoint was not written ({reason})") from error
 
 
-def _damaged(step: Path, error: Exception) -> UserError:
+def _damaged(step: Folder, error: Exception) -> UserError:
   reason = " ".join(str(error).split())[:200] or type(error).__name__
   return UserError(f"{step}: this checkpoint is damaged ({reason}); remove it, and the same "
                    "command goes on from the one before")

@@ -15,6 +15,7 @@ from spec_jax import drafters
 from spec_jax.errors import UserError
 from spec_jax.verify import RULES
 from spec_jax.weights import forms
+from train_drafter import urls
 
 
 @dataclass(slots=True)
@@ -187,6 +188,15 @@ class MeshConfig:
 
 
 @dataclass(slots=True)
+class StorageConfig:
+  """Buckets for what is large, "" for the work folder (train_drafter/buckets.py). No result depends
+  on it."""
+
+  features: str = ""  # parts of the feature store: gs://BUCKET/FOLDER or s3://BUCKET/FOLDER
+  checkpoints: str = ""  # gs://BUCKET/FOLDER
+
+
+@dataclass(slots=True)
 class Config:
   """A whole run."""
 
@@ -199,6 +209,7 @@ class Config:
   evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
   export: ExportConfig = field(default_factory=ExportConfig)
   mesh: MeshConfig = field(default_factory=MeshConfig)
+  storage: StorageConfig = field(default_factory=StorageConfig)
 
 
 def finalize(cfg: Config) -> None:
@@ -238,6 +249,7 @@ _ONE_OF = {
     "train.position_weight": ("exp", "uniform", "dpace"),
     "features.mode": ("store", "online", "topk"),
     "drafter.init": ("target", "random"), "export.format": forms.NAMES}
+_LOCAL = ("target.source", "prompts.path", "prompts.eval_path", "train.init_from", "evaluate.path")
 _SHARES = {  # field -> zero allowed
     "prompts.max_dropped_share": True, "prompts.self_written_top_p": False,
     "generate.top_p": False, "train.on_policy_fraction": True, "train.ce_share": True,
@@ -258,6 +270,10 @@ def validate(cfg: Config) -> None:
   for name, known in _ONE_OF.items():
     if _get(cfg, name) not in known:
       raise UserError(f"{name}={_get(cfg, name)!r} must be one of {', '.join(known)}")
+  for name in _LOCAL:
+    urls.check_local(name, _get(cfg, name))
+  for name in urls.FIELDS:
+    urls.check_field(f"storage.{name}", getattr(cfg.storage, name))
   for name, zero in _SHARES.items():
     value = _get(cfg, name)
     if not (0 <= value <= 1 and (zero or value > 0)):

@@ -25,8 +25,9 @@ from spec_jax import sharding
 from spec_jax.errors import UserError
 from spec_jax.models.decoder import Decoder
 from spec_jax.target import Target
+from train_drafter import buckets, distributed, manifest, placement, store, urls
 from train_drafter import config as config_lib
-from train_drafter import distributed, manifest, placement, store
+from train_drafter.buckets import Folder
 from train_drafter.checkpoint import GracefulExit
 from train_drafter.config import Config
 from train_drafter.generate import load_answers, target_id
@@ -112,7 +113,9 @@ def run(cfg: Config, workdir: Path) -> Path:
     print(f"{STAGE}: {counts['tokens']} tokens; features.mode=online keeps no features, the target "
           "runs while the drafter trains")
     return folder
-  counts |= _write_parts(cfg, target, taps, sources, folder)
+  place = buckets.place(
+      folder, "storage.features", cfg.storage.features, opened.run, "part-*")
+  counts |= _write_parts(cfg, target, taps, sources, place)
   manifest.finish(folder, opened, counts)
   _print_summary(store.open_store(folder), counts)
   return folder
@@ -358,8 +361,8 @@ def _run_passes(passes: Sequence[Pass], sources: Sequence[Source], forward: Call
 
 
 def _write_parts(cfg: Config, target: Target, taps: tuple[int, ...], sources: Sequence[Source],
-                 folder: Path) -> dict[str, Any]:
-  """Writes the parts that are missing; returns counts for the manifest."""
+                 place: Folder) -> dict[str, Any]:
+  """Writes the parts that are missing at a place; returns counts for the manifest."""
   options = cfg.features
   topk = options.topk if options.mode == "topk" else 0
   names = array_names(options.mode, taps)
@@ -367,18 +370,18 @@ def _write_parts(cfg: Config, target: Target, taps: tuple[int, ...], sources: Se
   width = store.bytes_per_token(
       options.mode, hidden_size=target.config.hidden_size, num_taps=len(taps), topk=topk)
   parts = cut_into_parts(lengths, options.shard_tokens)
-  if distributed.is_primary():
-    store.remove_unfinished(folder)
+  if distributed.is_primary() and not urls.is_bucket(place):
+    store.remove_unfinished(place)
   missing = []
   for number, members in enumerate(parts):
-    path = store.part_folder(folder, number)
-    if path.exists():
+    path = store.part_folder(place, number)
+    if store.part_exists(path):
       _check_part(path, names, [sources[i] for i in members])
     else:
       missing.append(number)
   tokens_of = lambda numbers: sum(lengths[i] for number in numbers for i in parts[number])
   distributed.agree(f"{STAGE}: parts that are missing", missing)  # before any is written
-  store.check_space(folder, tokens_of(missing), width, options.mode)
+  store.check_space(place, tokens_of(missing), width, options.mode)
   own = distributed.share(missing)
   with GracefulExit() as stop:
     there = sum(lengths) - tokens_of(missing)
@@ -393,7 +396,7 @@ def _write_parts(cfg: Config, target: Target, taps: tuple[int, ...], sources: Se
         arrays = part_arrays(
             target, [sources[i] for i in parts[number]], taps, rows=options.batch_rows,
             seq_len=options.seq_len, topk=topk, advance=advance)
-        store.write_part(store.part_folder(folder, number), arrays)
+        store.write_part(store.part_folder(place, number), arrays)
     stop.leave_together(f"{STAGE}: all parts")
   return {
       "parts": len(parts), "arrays": list(names), "topk": topk, "bytes_per_token": width,
@@ -404,7 +407,7 @@ class _Told(Exception):
   """A signal came."""
 
 
-def _check_part(path: Path, names: Sequence[str], sources: Sequence[Source]) -> None:
+def _check_part(path: Folder, names: Sequence[str], sources: Sequence[Source]) -> None:
   """Refuses a part that an earlier process left, unless it holds these documents."""
   found = store.read_part(path, names)
   if len(found) != len(sources) or not all(

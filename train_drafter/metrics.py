@@ -5,6 +5,7 @@ Called by train.py.
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,11 @@ class MetricLog:
             f"match {row['greedy_match']:.3f}{taus}  lr {row['lr']:.1e}")
 
   def validation(self, step: int, found: dict[str, Any]) -> None:
-    """Writes the means of `validate`."""
+    """Writes the means of `validate`, and all rows so far to the disk: a mounted bucket holds them
+    from then on."""
     self._write(step, "validation", found)
+    if self._file is not None:
+      os.fsync(self._file.fileno())
 
   def close(self) -> None:
     """Flushes both files."""

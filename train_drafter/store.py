@@ -21,7 +21,8 @@ import tensorstore as ts
 from jaxtyping import Array, Float
 
 from spec_jax.errors import UserError
-from train_drafter import distributed, manifest
+from train_drafter import buckets, distributed, manifest, urls
+from train_drafter.buckets import Folder
 
 AFTER_FINAL_NORM = "after_final_norm"
 NOT_KEPT = "not_kept"
@@ -55,11 +56,11 @@ class TopK:
 class Part:
   """The arrays of one part, each opened when it is first read. Threads may share it."""
 
-  def __init__(self, folder: Path, names: Sequence[str]):
+  def __init__(self, folder: Folder, names: Sequence[str]):
     """Opens nothing yet.
 
     Args:
-      folder: of the part.
+      folder: of the part, here or in a bucket.
       names: the arrays it was written with.
     """
     self.folder, self.names = folder, frozenset(names)
@@ -206,19 +207,35 @@ def open_store(folder: Path) -> Store:
   except KeyError as error:
     raise UserError(f"{folder}: its manifest has no {error.args[0]!r}; remove {folder} and run "
                     "--stage=extract again") from None
-  if parts and not any(part_folder(folder, i).exists() for i in range(parts)):
+  place = buckets.where(folder)
+  if parts and not any(part_exists(part_folder(place, i)) for i in range(parts)):
     raise UserError(f"{folder}: its parts are gone (features.delete_used removes them after "
                     f"training); remove {folder} and run --stage=extract again")
-  documents = [d for i in range(parts) for d in read_part(part_folder(folder, i), names)]
+  documents = [d for i in range(parts) for d in read_part(part_folder(place, i), names)]
   return Store(folder, mode, taps, size, topk, tuple(documents))
 
 
-def part_folder(folder: Path, number: int) -> Path:
-  """Where part `number` (0-based) of a store lies."""
-  return folder / f"part-{number:05d}"
+def part_folder(place: Folder, number: int) -> Folder:
+  """Where part `number` (0-based) of a store lies.
+
+  Args:
+    place: of the parts, as `buckets.place` and `buckets.where` give it.
+    number: of the part.
+  """
+  return place / f"part-{number:05d}"
 
 
-def read_part(folder: Path, names: Sequence[str]) -> list[StoredDocument]:
+def part_exists(path: Folder) -> bool:
+  """Whether all of a part is there.
+
+  Raises:
+    UserError: the bucket it should lie in cannot be read.
+  """
+  with _naming_damage(path):
+    return buckets.is_complete(path) if urls.is_bucket(path) else path.exists()
+
+
+def read_part(folder: Folder, names: Sequence[str]) -> list[StoredDocument]:
   """The documents of one part that was written with the arrays `names`.
 
   Raises:
@@ -241,8 +258,8 @@ def read_part(folder: Path, names: Sequence[str]) -> list[StoredDocument]:
   return documents
 
 
-def write_part(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-  """Writes one part; it appears under its name when all of it is on disk.
+def write_part(path: Folder, arrays: Mapping[str, np.ndarray]) -> None:
+  """Writes one part; it appears under its name when all of it is on disk, or in the bucket.
 
   Args:
     path: folder of the part, which must not exist yet.
@@ -253,18 +270,20 @@ def write_part(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
   """
   temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
   try:
+    if urls.is_bucket(path):
+      with buckets.new_folder(path):
+        _write_arrays(path, arrays)
+      return
     if temporary.exists():  # of an earlier try of this process
       shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
-    pending = [_create(temporary / name, value).write(value) for name, value in arrays.items()]
-    for write in pending:
-      write.result()
+    _write_arrays(temporary, arrays)
     for folder, _, _ in os.walk(temporary):
       _sync(folder)
     temporary.rename(path)
     _sync(path.parent)
-  except (OSError, ValueError) as error:  # tensorstore reports a full disk as a ValueError
-    raise UserError(f"{path}: cannot be written ({_first_line(error)})") from None
+  except buckets.FAILURES as error:  # tensorstore reports a full disk as a ValueError
+    raise UserError(f"{path}: cannot be written ({buckets.reason(error)})") from None
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -276,13 +295,18 @@ def remove_unfinished(folder: Path) -> None:
 def remove_parts(folder: Path) -> None:
   """Removes the parts of a store that is not needed any more (features.delete_used). A store that a
   sweep shares (a link) stays: its other cells may still read it."""
-  parts = sorted(folder.glob("part-*"))
+  place, count = buckets.where(folder), manifest.Manifest.load(folder).counts.get("parts", 0)
+  parts = [path for path in (part_folder(place, i) for i in range(count)) if part_exists(path)]
   if folder.is_symlink():
     print(f"{folder}: is shared, so its {len(parts)} parts stay", flush=True)
   elif distributed.is_primary():
     for path in parts:
-      shutil.rmtree(path)
-    print(f"{folder}: {len(parts)} used parts removed", flush=True)
+      if urls.is_bucket(path):
+        with _naming_damage(path):
+          buckets.remove(path)
+      else:
+        shutil.rmtree(path)
+    print(f"{place}: {len(parts)} used parts removed", flush=True)
 
 
 def bytes_per_token(mode: str, *, hidden_size: int, num_taps: int, topk: int = 64) -> int:
@@ -301,11 +325,11 @@ def bytes_per_token(mode: str, *, hidden_size: int, num_taps: int, topk: int = 6
   return token_and_mask + features + teacher
 
 
-def check_space(folder: Path, tokens: int, width: int, mode: str) -> None:
-  """Refuses to begin a store that the disk cannot hold.
+def check_space(folder: Folder, tokens: int, width: int, mode: str) -> None:
+  """Refuses to begin a store that the disk cannot hold; a bucket holds any.
 
   Args:
-    folder: of the store, which exists.
+    folder: where its parts will lie, which exists.
     tokens: still to be written.
     width: bytes of a token, as `bytes_per_token` has it.
     mode: features.mode, for the message.
@@ -313,6 +337,8 @@ def check_space(folder: Path, tokens: int, width: int, mode: str) -> None:
   Raises:
     UserError: names both sizes.
   """
+  if urls.is_bucket(folder):
+    return
   free = shutil.disk_usage(folder).free
   if tokens * width > free:
     raise UserError(
@@ -349,7 +375,13 @@ def alpha_bounds(
 # Arrays on disk.
 
 
-def _create(path: Path, value: np.ndarray) -> ts.TensorStore:
+def _write_arrays(folder: Folder, arrays: Mapping[str, np.ndarray]) -> None:
+  pending = [_create(folder / name, value).write(value) for name, value in arrays.items()]
+  for write in pending:
+    write.result()
+
+
+def _create(path: Folder, value: np.ndarray) -> ts.TensorStore:
   rows = len(value)
   row_bytes = value.dtype.itemsize * int(np.prod(value.shape[1:]))
   inner = min(max(1, _CHUNK_BYTES // row_bytes), rows)
@@ -373,7 +405,7 @@ def _create(path: Path, value: np.ndarray) -> ts.TensorStore:
   }).result()
 
 
-def _open(path: Path) -> ts.TensorStore:
+def _open(path: Folder) -> ts.TensorStore:
   return ts.open({
       **_spec(path),
       "open": True,
@@ -383,8 +415,8 @@ def _open(path: Path) -> ts.TensorStore:
   }, read=True, context=_reading()).result()
 
 
-def _spec(path: Path) -> dict:
-  return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path.absolute()}/"}}
+def _spec(path: Folder) -> dict:
+  return {"driver": "zarr3", "kvstore": urls.kvstore(path)}
 
 
 @functools.cache
@@ -394,20 +426,19 @@ def _reading() -> ts.Context:
 
 
 @contextlib.contextmanager
-def _naming_damage(folder: Path) -> Iterator[None]:
+def _naming_damage(folder: Folder) -> Iterator[None]:
   try:
     yield
-  except (OSError, ValueError) as error:
-    raise _damaged(folder, _first_line(error)) from None
+  except buckets.FAILURES as error:
+    raise _damaged(folder, buckets.reason(error)) from None
 
 
-def _damaged(folder: Path, reason: str) -> UserError:
+def _damaged(folder: Folder, reason: str) -> UserError:
+  if urls.is_bucket(folder):  # more often out of reach than damaged
+    return UserError(f"{folder}: cannot be read ({reason}); look at the access to the bucket, and "
+                     "if the part is damaged remove it and run --stage=extract again")
   return UserError(f"{folder}: damaged ({reason}); remove {folder.parent} and run --stage=extract "
                    "again")
-
-
-def _first_line(error: Exception) -> str:
-  return str(error).partition("\n")[0].partition(" [source locations=")[0][:300]
 
 
 def _sync(folder: str | Path) -> None:

@@ -27,8 +27,8 @@ from spec_jax.errors import UserError
 from spec_jax.models.decoder import linear
 from spec_jax.target import Target
 from spec_jax.types import pytree
-from train_drafter import config as config_lib
 from train_drafter import (
+  buckets,
   distributed,
   head_sample,
   losses,
@@ -39,6 +39,7 @@ from train_drafter import (
   replay,
   store,
 )
+from train_drafter import config as config_lib
 from train_drafter.batches import Packer, ahead
 from train_drafter.checkpoint import Checkpoints, GracefulExit
 from train_drafter.config import Config, TrainConfig
@@ -338,8 +339,8 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
   own, each = OnPolicy(cfg, target, packer), cfg.train.micro_batches
   make = lambda at: None if own.due(at) else packer.batch(at)
   deadline = began + 1.15 * cfg.train.budget_s if cfg.train.budget_s else float("inf")
-  with Checkpoints(folder / "checkpoints", max_to_keep=cfg.train.keep, best="max") as saved, \
-      GracefulExit() as stop:
+  place = buckets.checkpoints(cfg, folder)
+  with Checkpoints(place, max_to_keep=cfg.train.keep, best="max") as saved, GracefulExit() as stop:
     extra: dict[str, Any] = {"best": None}
     if saved.latest_step is not None:
       restored = saved.restore(state)

@@ -62,6 +62,7 @@ BAD = [
     ("evaluate.lookup", "33-2"), ("evaluate.ngram", "ngram:100-1"), ("train.steps", 10**20),
     ("drafter.init_layers", (0, 2**31)), ("evaluate.draft_len", 10**20),
     ("evaluate.seed", 2**31), ("export.prompts", 0),
+    ("storage.features", "runs/x"), ("storage.checkpoints", "s3://lab/x"),
     ("mesh.data", -2), ("mesh.fsdp", 0), ("mesh.tensor", 0)]
 
 

@@ -509,6 +509,44 @@ def test_a_killed_stage_goes_on_and_ends_with_the_same_store(fresh, made, monkey
       straight / "extract").counts
 
 
+def test_a_store_in_a_bucket_goes_on_and_is_the_same_store(fresh, made, bucket, monkeypatch):
+  """gs:// through tensorstore's own client: killed behind the second part, resumed, read."""
+  _, straight, _, _ = made
+  cfg, workdir = fresh
+  cfg = dataclasses.replace(cfg, storage=config_lib.StorageConfig(features="gs://lab/runs"))
+  write, written = store.write_part, []
+
+  def kill_at_the_third(path, arrays):
+    if len(written) == 2:
+      raise Killed
+    write(path, arrays)
+    written.append(path)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(store, "write_part", kill_at_the_third)
+    with pytest.raises(Killed):
+      extract.run(cfg, workdir)
+  before = list(bucket.written)
+  home = dataclasses.replace(cfg, storage=config_lib.StorageConfig())
+  with pytest.raises(UserError, match="storage.features='': .*extract has begun with gs://lab/runs/"
+                                      "extract-"):
+    extract.run(home, workdir)
+  folder = extract.run(cfg, workdir)
+  assert bucket.written[:len(before)] == before
+  assert not set(bucket.written[len(before):]) & set(before)  # no part twice
+  assert sorted(p.name for p in folder.iterdir()) == ["manifest.json", "place.json"]
+  far, near = (extract.open_features(cfg, place, 3).documents for place in (workdir, straight))
+  for a, b in zip(far, near, strict=True):
+    assert (a.job, a.first_answer) == (b.job, b.first_answer)
+    np.testing.assert_array_equal(a.tokens, b.tokens)
+    np.testing.assert_array_equal(a.features(), b.features())
+    np.testing.assert_array_equal(a.last_hidden(), b.last_hidden())
+  extract.run(home, workdir)  # a finished stage is where it is
+  verify_store.run(home, workdir)
+  store.remove_parts(folder)
+  assert not bucket.objects
+
+
 def unfinished(workdir):
   """Takes the mark of completion and the last part away."""
   folder = workdir / "extract"

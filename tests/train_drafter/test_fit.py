@@ -115,6 +115,15 @@ def test_a_run_logs_every_step_and_warms_up(straight):
   assert rows[-1]["loss"] < rows[0]["loss"]
 
 
+def test_the_best_checkpoint_is_the_one_whose_replay_accepts_most():
+  """By replayed tau where the validation has one, else by the first place of a draft."""
+  found = {"alpha": 0.5, "greedy_match": 0.4, "alpha_tau": 2.25, "greedy_match_tau": 1.5}
+  assert train.quality(found) == pytest.approx(1.25 + 0.5)
+  better = {**found, "alpha": 0.1, "greedy_match": 0.1, "alpha_tau": 2.5}
+  assert train.quality(better) > train.quality(found)
+  assert train.quality({"alpha": 0.5, "greedy_match": 0.4}) == pytest.approx(0.9)
+
+
 @pytest.mark.parametrize("stops", [
     [("kill", 12), ("signal", 17)],  # inside an epoch; twelve goes back to ten
     [("signal", 10), ("signal", 11), ("kill", 20)]])
