@@ -356,9 +356,8 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
         profile.before(step - first)
         taken = []
         for at in range(step * each, (step + 1) * each):
-          batch = next(batches)
-          if batch is None:
-            batch = own.batch(at, drafter_of(setup, state.params, setup.frozen))
+          batch = next(batches) or own.batch(
+              at, drafter_of(setup, state.params, setup.frozen))
           taken.append(with_features(batch, module.taps, target))
         state, sums = train_step(
             programs.at(step, steps), state, setup.frozen, target.params,
