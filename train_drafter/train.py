@@ -268,8 +268,8 @@ def train_step(setup: Setup, state: TrainState, frozen: Any, target_params: Any,
   """
   sums_of = lambda params, batch: batch_sums(
       setup, params, frozen, target_params, batch, sampled=setup.options.sampled_vocab)
-  loss, sums, grads = micro_batches.mean_gradient(sums_of, state.params, batch)
-  grads = sharding.pin(grads, setup.mesh, setup.head_dim)  # each sums its own slice
+  loss, sums, grads = micro_batches.mean_gradient(
+      sums_of, state.params, batch, setup.mesh, setup.head_dim)
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(loss) & jnp.isfinite(norm)
   usable = finite & (sums["weight"] > 0)

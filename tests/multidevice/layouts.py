@@ -110,8 +110,8 @@ def grouped(target):
 # Training.
 
 
-def batch_of(cfg, target):
-  docs = documents(12, target=tiny.target())
+def batch_of(cfg, target, seed=0):
+  docs = documents(12, seed, target=tiny.target())
   batch = pack(docs, cfg).batch(0)
   taps = np.random.default_rng(1).normal(size=(*batch["tokens"].shape, 32))
   return sharding.place_rows(batch | {"features": taps.astype(np.float32)}, target.mesh)
@@ -167,8 +167,14 @@ def step(target, fact):
   fact["compilations"] = train.train_step._cache_size()
   fact["donated"] = all(x.is_deleted() for x in jax.tree.leaves(old.params))
   train.train_step.clear_cache()
-  return found | sharding.fetch({"third loss": sums["loss"] / sums["weight"],
-                                "norm": sums["grad_norm"]})
+  found |= sharding.fetch({"third loss": sums["loss"] / sums["weight"], "norm": sums["grad_norm"]})
+  batches = tuple(batch_of(cfg, target, i) for i in range(2))
+  where = parts(state)
+  state, sums = train.train_step(setup, state, setup.frozen, target.params, batches)
+  fact["kept"] &= parts(state) == where
+  train.train_step.clear_cache()
+  return found | sharding.fetch({"loss of two": sums["loss"] / sums["weight"],
+                                 "norm of two": sums["grad_norm"]})
 
 
 # Extraction and decoding.

@@ -26,7 +26,7 @@ def test_a_mean_is_over_tokens_and_not_over_batches():
   loss, sums, grad = jax.jit(lambda x: micro_batches.mean_gradient(sums_of, x, batches))(2.0)
   assert (float(loss), float(grad), float(sums["weight"])) == (3.5, 1.75, 8.0)
   empty = tuple(b | {"weight": 0 * b["weight"]} for b in batches)
-  loss, sums, grad = micro_batches.mean_gradient(sums_of, 2.0, empty)
+  loss, sums, grad = micro_batches.mean_gradient(sums_of, jnp.float32(2.0), empty)
   assert (float(loss), float(grad), float(sums["weight"])) == (0.0, 0.0, 0.0)
 
 
