@@ -39,6 +39,7 @@ RECORD = "cell.json"
 LOG = "log.txt"
 DONE, FAILED, AGAIN, ELSEWHERE, STOPPED = 0, 1, 75, 76, 128 + signal.SIGTERM
 _POLL_S = 0.3
+_ENTRY = {"name": str, "overrides": dict, "command": list, "stages": dict, "config": dict}
 
 
 class Stopped(Exception):
@@ -78,11 +79,16 @@ def load_sweep(root: Path) -> dict[str, Any]:
   path = root / SWEEP
   try:
     content = json.loads(path.read_text(encoding="utf-8"))
-    return {**content, "cells": list(content["cells"])}
+    for entry in content["cells"]:
+      for name, kind in _ENTRY.items():
+        if not isinstance(entry[name], kind):
+          raise TypeError(f"{name} of a cell is {entry[name]!r:.60}")
+    return content
   except OSError as error:
     raise UserError(f"{path}: {error.strerror}") from None
   except (ValueError, KeyError, TypeError) as error:
-    raise UserError(f"{path}: damaged ({error})") from None
+    raise UserError(f"{path}: damaged ({error}); remove it, and the same launch.sweep writes it "
+                    "anew") from None
 
 
 def load_cells(root: Path) -> list[Cell]:
@@ -255,8 +261,14 @@ def run_cell(cell: Cell, launch: str = "", step: str = "", distributed: bool = F
 
   Returns:
     The exit status, as the module's docstring has it.
+
+  Raises:
+    UserError: the folder of the cell cannot be made.
   """
-  cell.folder.mkdir(parents=True, exist_ok=True)
+  try:
+    cell.folder.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise UserError(f"{cell.folder}: cannot be made ({error.strerror})") from None
   runner = Runner(cell, launch, step, distributed)
   before = {s: signal.signal(s, runner.stop) for s in (signal.SIGTERM, signal.SIGINT)}
   try:

@@ -7,8 +7,13 @@
     -- python -m train_drafter --config=configs/dflash.py --workdir=/bucket/runs/big --distributed
 
 Without --dry_run the YAML goes to `kubectl apply -f -`. A bucket is mounted by the Cloud Storage
-FUSE driver below /bucket and holds the work folders, so that a restarted job goes on where it was.
-A bucket has no locks: each job makes its stages itself. JobSet v1alpha2.
+FUSE driver below /bucket and holds the work folders, checkpoints and stores among them, so that a
+restarted job goes on where it was. Checkpoints and parts of a store appear by renaming a folder,
+which the driver refuses unless rename-dir-limit allows it. A bucket with a hierarchical namespace
+renames in one piece; in a flat one it is object by object, so that a pod lost in the midst leaves a
+part of a folder, which is told as damage later: there --config.storage.checkpoints=gs://... and
+--config.storage.features=gs://... go past the mount and need no renaming. A bucket has no locks
+between hosts: each job makes its stages itself. JobSet v1alpha2.
 """
 
 import dataclasses
@@ -28,6 +33,10 @@ from spec_jax import command
 from spec_jax.errors import UserError
 
 MOUNT = "/bucket"
+# Objects of a folder that may be renamed: one checkpoint or one part of a store has fewer.
+_MOUNT_OPTIONS = "implicit-dirs,rename-dir-limit=200000"
+# Hosts must see at once what another one wrote: nothing is remembered of a file or of its absence.
+_NO_CACHE = ",metadata-cache:ttl-secs:0,metadata-cache:negative-ttl-secs:0"
 # Chips of one host by accelerator, with the topologies below which a slice is one host
 # (cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus).
 TPU_CHIPS_PER_HOST = {
@@ -102,7 +111,8 @@ def check(options: Options) -> None:
   elif not options.chips:
     raise UserError("--gke_chips is needed: GPUs of a host")
   if options.bucket and not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]+(/.*)?", options.bucket):
-    raise UserError(f"--gke_bucket={options.bucket} must be gs://BUCKET/FOLDER")
+    raise UserError(f"--gke_bucket={options.bucket} must be gs://BUCKET/FOLDER, in "
+                    "lower case up to the folder")
 
 
 def is_tpu(options: Options) -> bool:
@@ -174,7 +184,7 @@ def job_set(options: Options, name: str, words: Sequence[str]) -> dict[str, Any]
   container: dict[str, Any] = {
       "name": "run", "image": options.image,
       "command": [word.replace("$(", "$$(") for word in words],  # $(NAME) would be a variable
-      "resources": {"limits": {resource: chips}, "requests": {resource: chips}}}
+      "resources": {"limits": {resource: str(chips)}, "requests": {resource: str(chips)}}}
   pod: dict[str, Any] = {
       "restartPolicy": "Never",  # the set restarts as a whole: JAX cannot take back a lost process
       "serviceAccountName": options.service_account,
@@ -192,7 +202,8 @@ def job_set(options: Options, name: str, words: Sequence[str]) -> dict[str, Any]
     template["metadata"] = {"annotations": {"gke-gcsfuse/volumes": "true"}}
     pod["volumes"] = [{"name": "bucket", "csi": {
         "driver": "gcsfuse.csi.storage.gke.io",
-        "volumeAttributes": {"bucketName": bucket, "mountOptions": "implicit-dirs"}}}]
+        "volumeAttributes": {"bucketName": bucket, "mountOptions":
+                             _MOUNT_OPTIONS + _NO_CACHE * (pods(options) > 1)}}}]
     container["volumeMounts"] = [{"name": "bucket", "mountPath": MOUNT}]
   metadata: dict[str, Any] = {
       "name": dns_name(name), "namespace": options.namespace,

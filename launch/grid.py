@@ -34,12 +34,14 @@ class Sweep:
     cells: the grid.
     fixed: overrides of every cell, which its name leaves out.
     analyse: takes {name of a finished cell: its folder} and returns text to print at the end.
+    plot: takes the same and returns an SVG, which is written beside that text.
   """
 
   base: str
   cells: Sequence[Cell]
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   analyse: Callable[[Mapping[str, Any]], str] | None = None
+  plot: Callable[[Mapping[str, Any]], str] | None = None
 
 
 def axis(name: str, *values: Any) -> list[Cell]:

@@ -2,7 +2,8 @@
 
 Called by launch.sweep. Each cell is a process of `launch.cell` with its own log; a cell that fails
 stops no other. SIGTERM and Ctrl-C reach every cell, which saves its work and ends; the same command
-goes on from there.
+goes on from there. A cell that another process runs already (a second launch of the sweep, or the
+cell of a launcher that was killed) is waited for.
 """
 
 import os
@@ -57,11 +58,12 @@ def launch(
   Returns:
     0 when every cell is done, 1 when one is not, 128 + signal when one came.
   """
-  todo = [n for n in names if cell_lib.read_record(root / "cells" / n).get("state") != "done"]
+  todo = [name for name in names if not _done(root, name)]
   if len(todo) < len(names):
     print(f"{len(names) - len(todo)} of {len(names)} cells are done already", flush=True)
   places: list[str | None] = list(gpus) or [None] * parallel
   running: dict[str, tuple[subprocess.Popen, str | None, float]] = {}
+  elsewhere: list[str] = []  # cells that other processes run
   bad, came = 0, 0
 
   def stop(signum, frame):
@@ -75,9 +77,16 @@ def launch(
 
   before = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
   try:
-    while running or (todo and not came):
+    while running or ((todo or elsewhere) and not came):
+      for name in [n for n in elsewhere if not cell_lib.is_locked(root / "cells" / n / ".lock")]:
+        elsewhere.remove(name)
+        todo.append(name)
       while todo and places and not came:
-        name, place = todo.pop(0), places.pop(0)
+        name = todo.pop(0)
+        if _done(root, name):  # by another launch of the sweep since
+          print(f"{name}: {_ending(root, name, cell_lib.DONE)}", flush=True)
+          continue
+        place = places.pop(0)
         running[name] = (_start(root, name, launch_id, place), place, time.monotonic())
         print(f"{name}: started", flush=True)
         if came:  # it came while the process was being started
@@ -87,7 +96,10 @@ def launch(
         if code is not None:
           del running[name]
           places.insert(0, place)
-          bad += code != cell_lib.DONE
+          if code == cell_lib.ELSEWHERE:
+            elsewhere.append(name)
+          else:
+            bad += code != cell_lib.DONE
           print(f"{name}: {_ending(root, name, code)}  "
                 f"{clock_text(time.monotonic() - began)}", flush=True)
       time.sleep(_POLL_S)
@@ -97,11 +109,16 @@ def launch(
   return 128 + came if came else int(bad > 0)
 
 
+def _done(root: Path, name: str) -> bool:
+  return cell_lib.read_record(root / "cells" / name).get("state") == "done"
+
+
 def _start(root: Path, name: str, launch_id: str, gpu: str | None) -> subprocess.Popen:
   words = [sys.executable, "-m", "launch.cell", f"--workdir={root}", f"--cell={name}",
            f"--launch={launch_id}"]
   env = dict(os.environ) if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
   # A session of its own: Ctrl-C on the terminal reaches this process, which tells the cells.
+  # Its stderr is this one's: what keeps a cell from its own log is told there.
   return subprocess.Popen(
       words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
 
@@ -115,7 +132,7 @@ def _ending(root: Path, name: str, code: int) -> str:
     reason = cell_lib.read_record(folder).get("reason", "")
     return f"failed: {reason} ({folder / cell_lib.LOG})"
   return {
-      cell_lib.ELSEWHERE: "another process runs it",
+      cell_lib.ELSEWHERE: "another process runs it; waiting for that one",
       cell_lib.AGAIN: "was told to stop and saved its work",
       cell_lib.STOPPED: "stopped",
   }.get(code, f"ended with status {code} ({folder / cell_lib.LOG})")

@@ -3,8 +3,9 @@
   python -m launch.plan --target=8b --accelerator=v5p --chips=8 --drafter=eagle3
   python -m launch.plan --target=/models/my-llama --accelerator=h100 --chips=16 --steps=20000
 
-`--target` is a folder with a config.json, that file, or 1b, 8b or 70b (the shapes of Llama 3). The
-numbers are a roofline: for a piece of work of `flops` and `bytes` on C chips,
+`--target` is a folder with a config.json, that file, a .gguf file, demo, or 1b, 8b or 70b (the
+shapes of Llama 3). The numbers are a roofline: for a piece of work of `flops` and `bytes` on C
+chips,
 
   seconds = max(flops / (C * peak * e_f), bytes / (C * bandwidth * e_b))
 
@@ -12,7 +13,9 @@ with the shares e_f, e_b that programs reach (launch/accelerators.py). Communica
 and waiting are left out, so small models on many chips come out too well. In the formulas M is the
 parameters of the target's layers, m of the drafter, V and Vd the vocabularies, D the width, L the
 layers, G and H the key/value heads and their width, N the query heads, A and P the tokens of an
-answer and of its prompt, B the rows decoded at once, K the draft length.
+answer and of its prompt, B the rows decoded at once, K the draft length. Of a mixture of experts
+memory holds all of M, a token computes with the experts it is sent to, and a pass reads those that
+its tokens touch when they are routed independently.
 
   weights       2 (M + V D [twice when untied]) bytes, bfloat16
   cache         4 L G H bytes for each token of a row
@@ -56,7 +59,9 @@ from spec_jax import command
 from spec_jax.drafters import dflash, dspark, eagle3
 from spec_jax.errors import UserError
 from spec_jax.models.config import DecoderConfig
+from spec_jax.weights import open_checkpoint
 from train_drafter import config as config_lib
+from train_drafter import whatif
 from train_drafter.store import bytes_per_token
 
 _USABLE = 0.6  # share of a memory that weights may take in a group
@@ -147,11 +152,21 @@ def seconds(chip: Accelerator, chips: float, flops: float, bytes_read: float) ->
              bytes_read / (chips * chip.bandwidth * memory))
 
 
-def layer_parameters(config: DecoderConfig) -> int:
-  """Parameters of the matrices of one layer."""
-  D, H = config.hidden_size, config.head_dim
+def layer_parameters(config: DecoderConfig, experts: float | None = None) -> float:
+  """Parameters of the matrices of one layer; of a mixture with so many of its experts, all when
+  None."""
+  D, H, E = config.hidden_size, config.head_dim, config.num_experts
   attention = D * H * (2 * config.num_heads + 2 * config.num_kv_heads)
-  return attention + 3 * D * config.intermediate_size
+  if not E:
+    return attention + 3 * D * config.intermediate_size
+  return attention + D * E + 3 * D * config.expert_size * (E if experts is None else experts)
+
+
+def touched(config: DecoderConfig, tokens: float) -> float:
+  """Parameters of the layers that a pass of so many tokens reads."""
+  experts = whatif.distinct_experts(
+      config.num_experts, config.experts_per_token, tokens) if config.num_experts else None
+  return config.num_layers * layer_parameters(config, experts)
 
 
 def taps_of(target: DecoderConfig, kind: str) -> tuple[int, ...]:
@@ -163,8 +178,8 @@ def taps_of(target: DecoderConfig, kind: str) -> tuple[int, ...]:
   return tuple(dflash.dflash_taps(target.num_layers, config_lib.DrafterConfig().num_taps))
 
 
-def drafter_parameters(target: DecoderConfig, job: Job) -> int:
-  """m, the trained parameters of the drafter."""
+def drafter_parameters(target: DecoderConfig, job: Job) -> float:
+  """m, the trained parameters of the drafter (of a copy of a mixture all experts)."""
   own = dataclasses.replace(target, num_layers=job.layers)
   if job.kind == "small_lm":
     return job.layers * layer_parameters(target)
@@ -183,9 +198,9 @@ def plan(target: DecoderConfig, chip: Accelerator, chips: int, job: Job) -> Plan
     UserError: the target does not fit on all chips together.
   """
   D, L, V = target.hidden_size, target.num_layers, target.vocab_size
-  layers, head = L * layer_parameters(target), V * D
+  layers, used, head = L * layer_parameters(target), touched(target, 1), V * D
   context = job.prompt_tokens + job.answer_tokens
-  forward = 2 * layers + 2 * L * target.num_heads * target.head_dim * context
+  forward = 2 * used + 2 * L * target.num_heads * target.head_dim * context
   weights = 2.0 * (layers + head * (1 if target.tie_embeddings else 2))
   row = 4.0 * L * target.num_kv_heads * target.head_dim * context
 
@@ -201,8 +216,9 @@ def plan(target: DecoderConfig, chip: Accelerator, chips: int, job: Job) -> Plan
   rows = job.rows or min(fitting, 256)
 
   prefill = job.prompt_tokens / job.answer_tokens * forward
+  unread = lambda tokens: 2 * (layers - touched(target, tokens))  # bytes of experts left alone
   step = seconds(chip, group, rows * (forward + 2 * head + prefill),
-                 weights + rows * row / 2)
+                 weights - unread(rows) + rows * row / 2)
   generate = groups * rows / step
 
   taps = taps_of(target, job.kind)
@@ -231,8 +247,9 @@ def plan(target: DecoderConfig, chip: Accelerator, chips: int, job: Job) -> Plan
     training = (16.0 * m + frozen) / chips + loss
 
   drafting = job.draft_len if job.kind in ("small_lm", "eagle3") else 1
-  round_s = seconds(chip, group, rows * (job.draft_len + 1) * (forward + 2 * head),
-                    weights + rows * row / 2)
+  width = rows * (job.draft_len + 1)
+  round_s = seconds(chip, group, width * (forward + 2 * head),
+                    weights - unread(width) + rows * row / 2)
   round_s += drafting * seconds(
       chip, group, rows * (2 * m + 2 * Vd * D), 2.0 * m + 2.0 * Vd * D)
   decode = groups * rows * job.tau / round_s
@@ -249,14 +266,16 @@ def plan(target: DecoderConfig, chip: Accelerator, chips: int, job: Job) -> Plan
 
 
 def load_target(argument: str) -> DecoderConfig:
-  """A preset, or the config.json of a folder.
+  """A preset, the config.json of a folder, or what the demo or a .gguf file says of itself.
 
   Raises:
-    UserError: neither, or of an architecture that is not supported.
+    UserError: none of these, or of an architecture that is not supported.
   """
   if argument.lower() in TARGETS:
     return TARGETS[argument.lower()]
   path = Path(argument)
+  if argument == "demo" or path.suffix == ".gguf":
+    return open_checkpoint(argument).config
   path = path / "config.json" if path.is_dir() else path
   try:
     fields = json.loads(path.read_text(encoding="utf-8"))
@@ -327,7 +346,7 @@ def execute(values: flags.FlagValues) -> None:
 
 def main() -> None:
   """The command line."""
-  flags.DEFINE_string("target", "", "config.json, its folder, or 1b, 8b, 70b")
+  flags.DEFINE_string("target", "", "config.json, its folder, a .gguf file, demo, or 1b, 8b, 70b")
   flags.DEFINE_string("accelerator", "v5p", ", ".join(accelerators.ACCELERATORS))
   flags.DEFINE_integer("chips", 1, "how many")
   kinds = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}

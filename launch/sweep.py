@@ -32,7 +32,7 @@ from launch import cell as cell_lib
 from launch import gke, grid, local, slurm, status
 from spec_jax import command
 from spec_jax.errors import UserError
-from train_drafter import config_file, manifest
+from train_drafter import config_file, manifest, urls
 
 LAUNCHERS = ("local", "slurm", "gke")
 
@@ -94,15 +94,17 @@ def expand(
   from train_drafter import config as config_lib
 
   path, *arguments = sweep.base.split(":", 1)
-  base = config_file.load(path, arguments)
+  base = config_file.load(path, arguments, "the sweep's base")
   fields = [name for name, group in config_file.fields(base) if not group]
   config_file.overlay(base, sweep.fixed)
   layers = functools.cache(_layers)
   planned: list[Planned] = []
   seen: dict[str, int] = {}
   if not sweep.cells:
-    raise UserError("the sweep has no cells")
+    raise UserError("the sweep has no cells: an axis has no value, or a filter leaves nothing")
   for number, cell in enumerate(sweep.cells, 1):
+    if not isinstance(cell, Mapping) or not all(isinstance(field, str) for field in cell):
+      raise UserError(f"cell {number} is {cell!r:.60}, not a dict of fields")
     name = grid.run_name(cell, fields)
     if name in seen:
       raise UserError(f"cells {seen[name]} and {number} are both named {name}")
@@ -168,6 +170,8 @@ def write_record(
         "launch": launch, "cwd": str(Path.cwd()),
         "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cells": entries})
+  except FileExistsError as error:
+    raise UserError(f"--workdir={root}: is a file, not a folder") from error
   except OSError as error:
     raise UserError(f"--workdir={root}: {error.strerror}") from error
   return launch
@@ -180,7 +184,8 @@ def _compare(root: Path, old: Mapping[str, dict], entries: Sequence[dict]) -> No
       continue
     for section, fields in entry["config"].items():
       for field, value in fields.items():
-        known = before["config"].get(section, {}).get(field)
+        # A field that there was not then had no say.
+        known = before["config"].get(section, {}).get(field, value)
         if known != value:
           raise UserError(
               f"{root}: cell {entry['name']} was made with {section}.{field}={json.dumps(known)}, "
@@ -219,14 +224,20 @@ def finish(root: Path, sweep: grid.Sweep, planned: Sequence[Planned]) -> None:
   chosen = {cell.name for cell in planned}
   runs = {s.name: root / "cells" / s.name
           for s in states if s.state == "done" and s.name in chosen}
-  if sweep.analyse is not None and runs:
-    text = sweep.analyse(runs)
-    (root / "analysis.txt").write_text(text + "\n", encoding="utf-8")
-    print(text)
   # A sweep over the measurement itself compares runs that compare otherwise refuses to.
   measured = any(field.split(".")[0] in ("target", "evaluate")
                  for cell in planned for field in cell.overrides)
   compare(root, list(runs.values()), ["--allow_different"] if measured else [])
+  for make, name in ((sweep.analyse, "analysis.txt"), (sweep.plot, "analysis.svg")):
+    if make is None or not runs:
+      continue
+    try:
+      text = make(runs)
+      (root / name).write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+    except Exception as error:  # the sweep file's own code, behind hours of runs
+      kind = type(error).__name__
+      raise UserError(f"the analysis of the sweep failed: {kind}: {error}") from error
+    print(text if name.endswith(".txt") else root / name)
 
 
 def compare(root: Path, runs: Sequence[Path], more: Sequence[str] = ()) -> None:
@@ -264,6 +275,7 @@ def execute(values: flags.FlagValues) -> int:
   """Runs the program; returns its exit status."""
   if not values.workdir:
     raise UserError("--workdir is needed")
+  urls.check_local("--workdir", values.workdir)
   root = Path(values.workdir)
   if values.status:
     status.watch(root, values.watch)
@@ -283,13 +295,14 @@ def execute(values: flags.FlagValues) -> int:
       print(slurm.array_script(
           slurm.options(values), root, [cell.name for cell in planned], launch="LAUNCH"))
     return 0
+  gpus = local.gpus(values)
   launch = write_record(
       root, planned, sweep=values.sweep, base=sweep.base, launcher=launcher,
       command_line=shlex.join(["python", "-m", "launch.sweep", *sys.argv[1:]]))
   names = [cell.name for cell in planned]
   if launcher == "slurm":
     return slurm.launch(slurm.options(values), root, names, launch)
-  code = local.launch(root, names, launch, parallel=values.parallel, gpus=local.gpus(values))
+  code = local.launch(root, names, launch, parallel=values.parallel, gpus=gpus)
   if code in (0, 1):
     finish(root, sweep, planned)
   return code

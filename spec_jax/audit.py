@@ -156,7 +156,7 @@ def audit(
 
 def decode_all(
     target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]],
-    members: Sequence[int], *, batch_size: int,
+    members: Sequence[int], *, batch_size: int, own: Sequence[int] | None = None,
     on_finish: Callable[[Finished], None] | None = None,
     on_shape: Callable[[int, int], Any] | None = None, **options: Any) -> dict[int, Finished]:
   """Decodes some of the prompts, bucket by bucket, the rows refilled.
@@ -167,6 +167,8 @@ def decode_all(
     prompts: token ids.
     members: indices of those that are decoded; they seed the sampling too.
     batch_size: rows decoded together.
+    own: those of `members` that are decoded where another process decodes the others, which then
+      count for the shapes alone; None for all.
     on_finish: called with each row that ends.
     on_shape: called with the rows and the capacity of each batch.
     **options: of `spec_jax.generate.Run`.
@@ -176,8 +178,9 @@ def decode_all(
   """
   # The longest prompts first: neighbours in the queue then need about the same prefill.
   order = sorted(members, key=lambda i: -len(prompts[i]))
+  only = None if own is None else [k for k, i in enumerate(order) if i in set(own)]
   run = Run(target, drafter, [prompts[i] for i in order], batch_size=batch_size,
-            sequence_ids=order, **options)
+            sequence_ids=order, only=only, **options)
   done = {}
   for group in run.buckets().values():
     # Narrower than the bucket where its prompts are: attention reads the whole capacity.

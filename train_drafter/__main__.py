@@ -8,8 +8,8 @@ Finished stages are reused, a stopped one goes on where it was. A folder that wa
 config is refused. SIGTERM (preemption) ends a run with status 143 once its work is saved.
 
 Several processes make one run when each is started with --distributed, on hosts that see one work
-folder: generate, extract and train share the work, the other stages run in the first process.
-SLURM, GKE and TPU slices tell JAX who the processes are, elsewhere three flags do:
+folder: generate, extract, train and the decoding of evaluate share the work, the rest runs in the
+first process. SLURM, GKE and TPU slices tell JAX who the processes are, elsewhere three flags do:
 
   python -m train_drafter ... --distributed --coordinator_address=host0:8476 --num_processes=2 \
     --process_id=0
@@ -33,12 +33,12 @@ from ml_collections import config_flags
 
 from spec_jax import command, platform
 from spec_jax.errors import UserError
-from train_drafter import config_file, distributed, lock, manifest
+from train_drafter import config_file, distributed, lock, manifest, urls
 from train_drafter.progress import clock_text
 
 STAGES = ("prompts", "generate", "extract", "train", "evaluate", "export", "report")
 CHECKS = ("verify_store",)  # run by name alone
-TOGETHER = ("generate", "extract", "train")  # several processes share the work
+TOGETHER = ("generate", "extract", "train", "evaluate")  # several processes share the work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def define_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
     "distributed",
     False,
     "this is one of several processes of a run; SLURM, GKE, TPU slices and MPI say which, or the "
-    "three flags below; prompts, evaluate, export and report run in the first process alone",
+    "three flags below; prompts, export, report and what evaluate times run in the first alone",
     flag_values=values,
   )
   flags.DEFINE_string(
@@ -132,6 +132,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> Options:
   for name in ("config", "workdir"):
     if not values[name].value:
       raise UserError(f"--{name} is needed")
+  urls.check_local("--workdir", values.workdir)
   config_file.settle_tuples(values.config)
   stage = values.stage
   joined = distributed.Options(
@@ -172,6 +173,7 @@ def _execute(cfg: Any, options: Options) -> None:
   distributed.agree("--stage", list(options.stages))
   distributed.agree("the config", manifest.stage_hash(dataclasses.asdict(cfg), {})[:12])
   _check_mesh(cfg)
+  _check_buckets(cfg, options.stages)
   if "prompts" in options.stages:
     _check_target(cfg)
   record = options.workdir / "config.json"
@@ -214,6 +216,14 @@ def _check_mesh(cfg: Any) -> None:
 
   if (cfg.mesh.data, cfg.mesh.fsdp, cfg.mesh.tensor) != (1, 1, 1):
     placement.mesh_of(cfg)
+
+
+def _check_buckets(cfg: Any, stages: Sequence[str]) -> None:
+  """Refuses a bucket that cannot be written, before any stage."""
+  if {"extract", "train"} & set(stages) and (cfg.storage.features or cfg.storage.checkpoints):
+    from train_drafter import buckets
+
+    buckets.check_access(cfg)
 
 
 def _check_target(cfg: Any) -> None:

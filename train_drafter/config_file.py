@@ -16,13 +16,13 @@ from typing import Any
 from spec_jax.errors import UserError
 
 
-def load(path: str, arguments: Sequence[str]) -> Any:
-  """What `get_config(*arguments)` of a Python file returns.
+def load(path: str, arguments: Sequence[str], flag: str = "--config") -> Any:
+  """What `get_config(*arguments)` of a Python file returns; `flag` is what named the file.
 
   Raises:
     UserError: one line, with the line of the file where it has one.
   """
-  config = call(path, "get_config", arguments, "--config")[1]
+  config = call(path, "get_config", arguments, flag)[1]
   if isinstance(config, type) or not dataclasses.is_dataclass(config):
     kind = f"the class {config.__name__}" if isinstance(config, type) else type(config).__name__
     raise UserError(f"{path}: get_config() returned {kind}, not a dataclass")
@@ -50,6 +50,8 @@ def call(
   module = importlib.util.module_from_spec(spec)
   try:
     spec.loader.exec_module(module)
+    if not callable(getattr(module, function, None)):
+      raise UserError(f"{path}: has no function {function}()")
     return module, getattr(module, function)(*arguments)
   except UserError:
     raise

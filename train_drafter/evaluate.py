@@ -2,7 +2,8 @@
 
 Reads `prompts/eval.jsonl` and `train/drafter`; writes `evaluate/`: one file of records for each
 drafter and setting (a stopped stage goes on with the missing ones), one of speed and identity for
-each dtype, and from them report.json and report.md.
+each dtype, and from them report.json and report.md. Of several processes each decodes its share of
+the prompts (shares.py); what is timed, compared or small is the first one's alone.
 
 Identity is measured twice. Over all evaluation prompts (or identity_per_category of them, since it
 is the dearest part) in float32, batched: the certificate of `spec_jax.audit`, also written to
@@ -15,7 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-import time
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,17 @@ from spec_jax.errors import UserError
 from spec_jax.generate import Finished, encode_prompt
 from spec_jax.target import Target
 from train_drafter import config as config_lib
-from train_drafter import forecast, manifest, placement, report, speed, timings, whatif
+from train_drafter import (
+  distributed,
+  forecast,
+  manifest,
+  placement,
+  report,
+  shares,
+  speed,
+  timings,
+  whatif,
+)
 from train_drafter.config import Config
 from train_drafter.conversations import prompt_files
 from train_drafter.documents import draft_vocabulary
@@ -155,33 +166,45 @@ def run(cfg: Config, workdir: Path) -> Path:
   ids = [encode_prompt(target, p["messages"], i, args) for i, p in enumerate(prompts)]
   spent: dict[str, float] = {}
   for kind in kinds:
+    if kind != options.dtype and not distributed.is_primary():
+      continue
     if target.dtype != kind:
       target = placement.load_target(cfg, kind)
     bench = Bench(cfg, workdir, target, prompts, ids)
     for heat, rule in settings(cfg) if kind == options.dtype else ():
       for name in names(cfg):
-        with _clock(spent, f"acceptance {name} T={heat:g} {rule}"):
+        with timings.Stopwatch(spent, f"acceptance {name} T={heat:g} {rule}"):
           acceptance(bench, name, heat, rule)
-    if kind == options.dtype:
-      with _clock(spent, "replay"):
-        forecast.replayed(bench, settings(cfg), acceptance, _kept)
-      _kept(folder / "parts" / "memory.json", functools.partial(
-          whatif.memory, target, bench.drafter(cfg.drafter.kind)))
-    if kind == options.identity_dtype and options.same_shape:
-      with _clock(spent, f"identity {kind}"):
-        identity_of_batch(bench)
-    if kind in options.speed_dtypes:
-      with _clock(spent, f"speed {kind}"):
-        speed_and_identity(bench)
-    if kind in forecast.dtypes(cfg):
-      with _clock(spent, f"costs {kind}"):
-        forecast.costs(bench, _kept)
-  hashes = prompt_hashes([p["id"] for p in prompts], ids)
-  made = collect(cfg, workdir, opened, inputs["train"].counts, hashes)
-  report.write_report(made, folder)  # printed by the report stage, which follows
+    if distributed.is_primary():
+      with distributed.alone():
+        _measure(bench, spent)
+  if distributed.is_primary():
+    hashes = prompt_hashes([p["id"] for p in prompts], ids)
+    made = collect(cfg, workdir, opened, inputs["train"].counts, hashes)
+    report.write_report(made, folder)  # printed by the report stage, which follows
+  distributed.barrier(f"{STAGE}: what the first process measures", math.inf)
   manifest.finish(folder, opened, {
       "prompts": len(prompts), "seconds": {n: round(s, 1) for n, s in spent.items()}})
   return folder
+
+
+def _measure(bench: Bench, spent: dict[str, float]) -> None:
+  """Everything but the acceptance runs of one dtype."""
+  cfg, kind, options = bench.cfg, bench.target.dtype, bench.cfg.evaluate
+  if kind == options.dtype:
+    with timings.Stopwatch(spent, "replay"):
+      forecast.replayed(bench, settings(cfg), acceptance, _kept)
+    _kept(bench.workdir / STAGE / "parts" / "memory.json", functools.partial(
+        whatif.memory, bench.target, bench.drafter(cfg.drafter.kind)))
+  if kind == options.identity_dtype and options.same_shape:
+    with timings.Stopwatch(spent, f"identity {kind}"):
+      identity_of_batch(bench)
+  if kind in options.speed_dtypes:
+    with timings.Stopwatch(spent, f"speed {kind}"):
+      speed_and_identity(bench)
+  if kind in forecast.dtypes(cfg):
+    with timings.Stopwatch(spent, f"costs {kind}"):
+      forecast.costs(bench, _kept)
 
 
 def evaluation_prompts(cfg: Config, workdir: Path) -> list[dict]:
@@ -227,25 +250,27 @@ def acceptance(
     bench: Bench, name: str, temperature: float, rule: str, draft_len: int = 0) -> list[dict]:
   """Records of one drafter at one setting; decoded unless they lie there already."""
   path = records_path(bench.workdir, name, temperature, rule, draft_len)
-  if not path.exists():
+  members = bench.decoded(name)
+
+  def decode(own):
     done = decode_all(
-        bench, bench.drafter(name), bench.decoded(name), temperature, rule, draft_len=draft_len,
+        bench, bench.drafter(name), members, temperature, rule, draft_len=draft_len, own=own,
         title=f"{name} T={temperature:g} {rule}" + (f" K={draft_len}" if draft_len else ""))
-    rows = [{"id": bench.prompts[i]["id"], "category": bench.prompts[i]["category"],
+    return [{"id": bench.prompts[i]["id"], "category": bench.prompts[i]["category"],
              "records": row.records, "tokens": row.tokens} for i, row in sorted(done.items())]
-    report.save_records(path, {name: {(temperature, rule): rows}})
-  return report.load_records(path)[name][temperature, rule]
+
+  return shares.records(path, (name, temperature, rule), members, decode)
 
 
 def decode_all(
     bench: Bench, drafter: Drafter | None, members: Sequence[int], temperature: float, rule: str, *,
-    title: str, draft_len: int = 0) -> dict[int, Finished]:
-  """Decodes the prompts `members`; by index."""
+    title: str, draft_len: int = 0, own: Sequence[int] | None = None) -> dict[int, Finished]:
+  """Decodes the prompts `members`, or `own` of them; by index."""
   options = bench.cfg.evaluate
-  with Bar(title, total=len(members)) as bar:
+  with Bar(title, total=len(members if own is None else own)) as bar:
     return audit.decode_all(
-        bench.target, drafter, bench.ids, members, draft_len=draft_len or options.draft_len,
-        temperature=temperature, rule=rule, max_new_tokens=options.max_new_tokens,
+        bench.target, drafter, bench.ids, members, own=own, temperature=temperature, rule=rule,
+        draft_len=draft_len or options.draft_len, max_new_tokens=options.max_new_tokens,
         seed=options.seed, batch_size=options.batch_size,
         on_finish=lambda row: bar.advance(1, amount=len(row.tokens)))
 
@@ -419,16 +444,3 @@ def _read_part(path: Path) -> Any:
     return json.loads(path.read_text())
   except ValueError as error:
     raise UserError(f"{path}: damaged ({error}); remove it and run --stage={STAGE} again") from None
-
-
-class _clock:
-  """Adds the seconds of a block to `spent[name]`."""
-
-  def __init__(self, spent: dict[str, float], name: str):
-    self.spent, self.name = spent, name
-
-  def __enter__(self):
-    self.began = time.monotonic()
-
-  def __exit__(self, *error):
-    self.spent[self.name] = time.monotonic() - self.began

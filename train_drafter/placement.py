@@ -41,10 +41,21 @@ def mesh_of(cfg: Config, own: bool = False) -> Mesh | None:
     devices = jax.local_devices()
     tensor = math.gcd(sizes.tensor, len(devices))
     fsdp = math.gcd(sizes.fsdp, len(devices) // tensor)
+    if (fsdp, tensor) != (sizes.fsdp, sizes.tensor):
+      _say_cut(sizes.fsdp, sizes.tensor, fsdp, tensor, len(devices))
     mesh = sharding.make_mesh(-1, fsdp, tensor, devices)
     return None if mesh.size == 1 else mesh
   data = -1 if (sizes.data, sizes.fsdp, sizes.tensor) == (1, 1, 1) else sizes.data
   return sharding.make_mesh(data, sizes.fsdp, sizes.tensor)
+
+
+@functools.cache
+def _say_cut(fsdp: int, tensor: int, own_fsdp: int, own_tensor: int, devices: int) -> None:
+  """Says once that a layout is narrower where each process works for itself."""
+  if jax.process_index() == 0:
+    print(f"mesh.fsdp={fsdp}, mesh.tensor={tensor} reach over processes, which only train does: "
+          f"elsewhere each process holds a whole target on its own {devices} devices "
+          f"(fsdp={own_fsdp}, tensor={own_tensor})", flush=True)
 
 
 def load_target(cfg: Config, dtype: str, own: bool = True) -> Target:

@@ -5,6 +5,7 @@ rows that `speed_row` makes; `report.py` makes `plain_section` and the headline 
 it is arithmetic on plain lists, so that a report is remade from what was measured.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -102,3 +103,16 @@ def across(best: Mapping[str, Any], plain: Mapping[str, Any], seed: int = 0) -> 
     return None
   rate = lambda row, prefix: [row[f"{prefix}tokens"][k] / row[f"{prefix}decode_s"][k] for k in kept]
   return metrics.paired_ratio(rate(ours, ""), rate(theirs, "plain_"), seed=seed)
+
+
+class Stopwatch:
+  """Sets `spent[name]` to the seconds of a block."""
+
+  def __init__(self, spent: dict[str, float], name: str):
+    self.spent, self.name = spent, name
+
+  def __enter__(self):
+    self.began = time.monotonic()
+
+  def __exit__(self, *error):
+    self.spent[self.name] = time.monotonic() - self.began

@@ -27,7 +27,8 @@ SMOKE = {
 def sweep(
     name: str, arg: str, full: Sequence[Cell], smoke: Sequence[Cell], *,
     fixed: Mapping[str, Any] | None = None,
-    analyse: Callable[[Mapping[str, Path]], str] | None = None) -> Sweep:
+    analyse: Callable[[Mapping[str, Path]], str] | None = None,
+    plot: Callable[[Mapping[str, Path]], str] | None = None) -> Sweep:
   """The sweep of a file in this folder.
 
   Args:
@@ -37,7 +38,7 @@ def sweep(
     full: cells.
     smoke: cells.
     fixed: overrides of every cell, over those of this file.
-    analyse: as `Sweep` has it.
+    analyse, plot: as `Sweep` has them.
 
   Raises:
     UserError: another argument.
@@ -47,4 +48,5 @@ def sweep(
   cells, base = (smoke, "configs/quickstart.py") if arg else (full, "configs/small_lm.py")
   varied = {field for cell in cells for field in settings(cell)}
   common = {**(SMOKE if arg else FULL), **(fixed or {})}
-  return Sweep(base, cells, {f: v for f, v in common.items() if f not in varied}, analyse)
+  return Sweep(base, cells, {f: v for f, v in common.items() if f not in varied}, analyse,
+               plot)

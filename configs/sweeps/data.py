@@ -15,4 +15,5 @@ def get_sweep(arg: str = "") -> Sweep:
   """The sweep; `smoke` for a small one."""
   return budgets.sweep(
       "data", arg, full=seeds(axis("prompts.count", 375, 750, 1500, 3000, 6000, 12000), 3),
-      smoke=axis("prompts.count", 27, 54, 108), analyse=trend.tau_against_tokens)
+      smoke=axis("prompts.count", 27, 54, 108), analyse=trend.tau_against_tokens,
+      plot=trend.curve)

@@ -1,5 +1,8 @@
-"""JobSets: as text, and against the schema of the JobSet resource where that is at hand."""
+"""JobSets: as text, against the schema of the JobSet resource where that is at hand, and against
+the models of the kubernetes client."""
 
+import dataclasses
+import json
 import os
 from pathlib import Path
 
@@ -33,8 +36,13 @@ def test_a_tpu_slice_has_a_pod_for_each_host():
     "cloud.google.com/gke-tpu-topology": "2x2x2"}
   container = pod["containers"][0]
   assert container["command"] == [*WORDS, "--x=$$(date)"]
-  assert container["resources"]["limits"] == {"google.com/tpu": 4}
-  assert pod["volumes"][0]["csi"]["volumeAttributes"]["bucketName"] == "lab-data"
+  assert container["resources"]["limits"] == {"google.com/tpu": "4"}
+  mount = pod["volumes"][0]["csi"]["volumeAttributes"]
+  assert mount["bucketName"] == "lab-data"
+  assert "rename-dir-limit=" in mount["mountOptions"]  # parts and checkpoints appear by a rename
+  assert "metadata-cache:ttl-secs:0" in mount["mountOptions"]  # hosts see each other's files
+  one = gke.job_set(dataclasses.replace(TPU, topology="2x2x1", slices=1), "a", WORDS)
+  assert "ttl-secs" not in pod_of(one)["volumes"][0]["csi"]["volumeAttributes"]["mountOptions"]
   assert container["volumeMounts"][0]["mountPath"] == gke.MOUNT
   assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "research"}
   assert job["spec"]["failurePolicy"]["maxRestarts"] == 10 and pod["restartPolicy"] == "Never"
@@ -53,7 +61,7 @@ def test_gpu_nodes():
   pod = pod_of(job)
   assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb",
                                  "cloud.google.com/gke-spot": "true"}
-  assert pod["containers"][0]["resources"]["requests"] == {"nvidia.com/gpu": 8}
+  assert pod["containers"][0]["resources"]["requests"] == {"nvidia.com/gpu": "8"}
   assert job["spec"]["replicatedJobs"][0]["template"]["spec"]["parallelism"] == 4
   assert "labels" not in job["metadata"] and "volumes" not in pod
   assert job["metadata"]["name"] == "big"
@@ -90,6 +98,7 @@ def test_names_are_those_of_kubernetes_and_tell_runs_apart():
   (gke.Options(image="i", accelerator="nvidia-l4"), "--gke_chips is needed"),
   (gke.Options(image="i", accelerator="nvidia-l4", chips=1, topology="2x2"), "are for TPUs"),
   (gke.Options(image="i", accelerator="nvidia-l4", chips=1, bucket="lab"), "must be gs://"),
+  (gke.Options(image="i", accelerator="nvidia-l4", chips=1, bucket="gs://LAB/x"), "in lower case"),
 ])
 def test_what_no_node_pool_holds_is_refused(options, said):
   with pytest.raises(UserError, match=said):
@@ -181,3 +190,23 @@ def test_the_job_set_is_one_by_the_schema_of_the_resource(options, schema):
   del wrong["spec"]["replicatedJobs"][0]["name"]
   pod_of(wrong)["restartPolicy"] = 3
   assert len(unknown_or_wrong(wrong, schema)) == 2
+
+
+@pytest.mark.parametrize("options", [TPU, GPU], ids=["tpu", "gpu"])
+def test_the_jobs_inside_are_those_of_the_kubernetes_client(options):
+  """What its models know comes back from them as it was; what they do not know is lost, and what
+  they require and miss is an error. (JobSet itself has no model there.)"""
+  client = pytest.importorskip("kubernetes.client", reason="the kubernetes client is not installed")
+  api = client.ApiClient()
+
+  def through(spec):
+    return api.sanitize_for_serialization(
+      api.deserialize(json.dumps(spec), "V1JobSpec", "application/json"))
+
+  job = gke.job_set(options, "losses-loss=ce", WORDS)
+  spec = job["spec"]["replicatedJobs"][0]["template"]["spec"]
+  assert through(spec) == spec
+  assert through({**spec, "paralelism": 2}) == spec
+  pod_of(job)["containers"][0].pop("name")
+  with pytest.raises(ValueError, match="name"):
+    through(spec)

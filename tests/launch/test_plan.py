@@ -56,6 +56,65 @@ def test_chips_share_what_does_not_fit_on_one():
   assert not plan.plan(small, accelerators.find("v5e"), 8, dataclasses.replace(JOB, rows=256)).fits
 
 
+SMALL = DecoderConfig(vocab_size=1000, hidden_size=64, intermediate_size=128, num_layers=4,
+                      num_heads=4, num_kv_heads=2, head_dim=16)
+SMALL_JOB = plan.Job(
+  prompts=1000, prompt_tokens=24, answer_tokens=8, rows=4, steps=10, batch_rows=2, seq_len=64,
+  kind="small_lm", layers=2, draft_vocab=500, draft_len=3, tau=2.0)
+
+
+def test_every_stage_by_hand():
+  """Sizes small enough for paper: a layer has 64 * 16 * 12 + 3 * 64 * 128 = 36,864 parameters."""
+  layers, head = 4 * 36864, 1000 * 64
+  forward = 2 * layers + 2 * 4 * 4 * 16 * 32  # attention to half of 32 tokens, twice
+  weights, row = 2 * (layers + head), 4 * 4 * 2 * 16 * 32
+  slow = accelerators.Accelerator(1e12, 1e9, 1e9, (1.0, 1.0))  # waits for its memory
+  fast = dataclasses.replace(slow, bandwidth=1e15)  # never does
+  wait, compute = (plan.plan(SMALL, chip, 1, SMALL_JOB) for chip in (slow, fast))
+  assert (wait.weights, wait.cache, wait.group) == (weights, 4 * row, 1)
+  # Generation: three prompt tokens to each answered one.
+  assert wait.generate == pytest.approx(4 / ((weights + 2 * row) / 1e9))
+  assert compute.generate == pytest.approx(1e12 / (forward + 2 * head + 3 * forward))
+  # Training: 2 * 36,864 parameters, a quarter of the tokens is scored over 500 ids.
+  m = 2 * 36864
+  assert wait.train == pytest.approx(2 * 64 / (12 * m / 1e9))
+  assert compute.train == pytest.approx(1e12 / (6 * m + 8 * 500 * 64 / 4))
+  assert wait.training == 16 * m + 2 * head + 16 * 256 * 500
+  # Decoding: one pass of four positions, three of the drafter.
+  drafts = 3 * (2 * m + 2 * 500 * 64)
+  assert wait.decode == pytest.approx(4 * 2 / ((weights + 2 * row + drafts) / 1e9))
+  assert compute.decode == pytest.approx(
+    4 * 2 / ((4 * 4 * (forward + 2 * head) + 4 * drafts) / 1e12))
+  # Extraction for EAGLE-3, which needs seven layers: three taps and the last state, ids and mask.
+  tapped = plan.plan(dataclasses.replace(SMALL, num_layers=8), fast, 1, dataclasses.replace(
+    SMALL_JOB, kind="eagle3", layers=1))
+  assert tapped.extract == pytest.approx(1e12 / (2 * forward))
+  assert tapped.features_per_token == 4 * 2 * 64 + 5
+  assert tapped.features == 1000 * 32 * (4 * 2 * 64 + 5)
+  assert tapped.hours == pytest.approx({
+    "generate": 8000 / tapped.generate / 3600, "extract": 32000 / tapped.extract / 3600,
+    "train": 10 * 128 / tapped.train / 3600})
+
+
+def test_a_mixture_holds_all_experts_and_computes_with_a_few():
+  """The shape of Qwen3-30B-A3B: 30.5 billion parameters, 3.3 of them for a token."""
+  target = DecoderConfig(
+    vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_layers=48, num_heads=32,
+    num_kv_heads=4, head_dim=128, tie_embeddings=False, num_experts=128, experts_per_token=8,
+    expert_size=768)
+  ends = 2 * 151936 * 2048
+  assert 48 * plan.layer_parameters(target) + ends == pytest.approx(30.5e9, rel=2e-3)
+  assert plan.touched(target, 1) + ends == pytest.approx(3.35e9, rel=5e-3)
+  assert plan.touched(target, 10**6) == pytest.approx(48 * plan.layer_parameters(target))
+  # Two tokens of 8 of 128 experts touch 128 (1 - (15/16)^2) = 15.5 of them.
+  assert plan.touched(target, 2) == pytest.approx(48 * plan.layer_parameters(target, 15.5))
+  chip = dataclasses.replace(V5P, efficiency=(1.0, 1.0), flops=1e18)
+  one = plan.plan(target, chip, 1, dataclasses.replace(JOB, rows=1, prompt_tokens=1,
+                                                       answer_tokens=8))
+  assert one.weights == pytest.approx(2 * 30.5e9, rel=2e-3)
+  assert one.generate == pytest.approx(2765e9 / (2 * 3.35e9), rel=0.01)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_drafter_has_a_plan(kind):
   job = dataclasses.replace(JOB, kind=kind, layers=1 if kind == "eagle3" else 2)
@@ -93,3 +152,8 @@ def test_targets_from_files(tmp_path):
     plan.load_target("9b")
   with pytest.raises(UserError, match="--accelerator=tpu must be one of v5e"):
     accelerators.find("tpu")
+
+
+@pytest.mark.demo
+def test_the_demo_target_by_name():
+  assert plan.layer_parameters(plan.load_target("demo")) == plan.layer_parameters(DEMO)

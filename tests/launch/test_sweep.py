@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,10 +38,32 @@ def test_an_invalid_cell_names_itself_and_its_field_and_nothing_starts(tmp_path)
     (grid.axis("train.lr", "fast"), r"train.lr='fast' must be of type float"),
     ([*LOSSES, *LOSSES], "cells 1 and 3 are both named loss=ce"),
     ([], "the sweep has no cells"),
+    (grid.where(LOSSES, lambda cell: False), "the sweep has no cells"),
+    (grid.axis("train.loss"), "the sweep has no cells"),
+    (["train.loss=ce"], "cell 1 is 'train.loss=ce', not a dict of fields"),
+    ([{3: "ce"}], "cell 1 is {3: 'ce'}, not a dict of fields"),
   ]:
     with pytest.raises(UserError, match=said):
       fakes.plan(tmp_path, cells)
   assert not (tmp_path / "sweep").exists()
+
+
+def test_files_that_are_no_sweep_are_one_line(tmp_path):
+  path = tmp_path / "sweep.py"
+  for text, said in [
+    ("X = 1", "sweep.py: has no function get_sweep()"),
+    ("def get_sweep(:", "sweep.py:1: SyntaxError"),
+    ("def get_sweep():\n  return 3", "sweep.py: get_sweep() returned int, not a Sweep"),
+    ("from launch import grid\n\ndef get_sweep():\n"
+     "  return grid.where(grid.axis('a', 1), lambda c: c['b'])", "sweep.py:4: KeyError: 'b'"),
+  ]:
+    path.write_text(text)
+    with pytest.raises(UserError, match=re.escape(said)):
+      sweep.load(str(path))
+  with pytest.raises(UserError, match="the sweep's base=/nowhere.py: no such file"):
+    sweep.expand(grid.Sweep("/nowhere.py", LOSSES), tmp_path)
+  with pytest.raises(UserError, match=f"--workdir={path}: is a file, not a folder"):
+    sweep.write_record(path, [], sweep="", base="", launcher="local", command_line="")
 
 
 def test_cells_share_the_stages_their_fields_leave_alone(tmp_path):
@@ -141,6 +164,17 @@ def test_a_failed_cell_says_why_and_stops_no_other(tmp_path, capsys):
   assert f"{names[1]}: done" in out
 
 
+def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+  root, names, launch = fakes.write(tmp_path, LOSSES)
+  (root / "cells").write_text("")
+  process = start(root, names, launch)
+  out = process.communicate(timeout=30)[0]
+  assert process.returncode == 1 and "Traceback" not in out
+  for name in names:
+    assert f"error: {root}/cells/{name}: cannot be made (Not a directory)" in out
+    assert f"{name}: ended with status 2" in out
+
+
 def test_a_shared_stage_that_fails_is_tried_once_in_a_launch(tmp_path):
   cells = [{"train.loss": loss, "prompts.system": "fail=generate"} for loss in ("ce", "fkl")]
   root, names, launch = fakes.write(tmp_path, cells)
@@ -204,6 +238,48 @@ def test_a_killed_cell_leaves_no_lock_behind_its_stage(tmp_path):
   assert status.read(root)[0].state == "lost"
   assert cell_lib.run_cell(cell) == cell_lib.DONE
   assert sum(line.startswith("generate ") for line in fakes.made(root)) == 1
+
+
+def test_a_cell_that_another_process_runs_is_waited_for(tmp_path, capsys):
+  """The second launch of a sweep, or the first after a launcher was killed: the orphan goes on."""
+  root, names, launch = fakes.write(tmp_path, [{"prompts.system": "slow=train"}])
+  process = subprocess.Popen(
+    [sys.executable, "-m", "launch.cell", f"--workdir={root}", f"--cell={names[0]}"], cwd=ROOT,
+    env={**os.environ, "PYTHONPATH": str(ROOT)})
+  train = cells_of(root)[names[0]].stages["train"]
+  fakes.wait_for(lambda: (train / "part").exists())
+  second = start(root, names, "second")
+  assert "another process runs it; waiting for that one" in (
+    second.stdout.readline() + second.stdout.readline())
+  assert second.poll() is None
+  (root / "go").touch()
+  assert process.wait(timeout=20) == cell_lib.DONE
+  out = second.communicate(timeout=30)[0]
+  assert second.returncode == 0 and f"{names[0]}: done, tau 1.50" in out, out
+  assert "started" not in out  # it was done by then
+  assert sum(line.startswith("train ") for line in fakes.made(root)) == 1
+
+
+@pytest.mark.parametrize("content", [
+  "{", "[]", "{}", '{"cells": 3}', '{"cells": [1]}', '{"cells": [{"name": "a"}]}',
+  '{"cells": [{"name": 3, "overrides": {}, "command": [], "stages": {}, "config": {}}]}'])
+def test_a_damaged_record_is_one_line(tmp_path, content):
+  root, names, launch = fakes.write(tmp_path, LOSSES)
+  (root / "sweep.json").write_text(content)
+  for read in (status.read, cell_lib.load_cells, lambda root: fakes.write(tmp_path, LOSSES)):
+    with pytest.raises(UserError, match="sweep.json: damaged .*; remove it, and the same launch"):
+      read(root)
+  (root / "sweep.json").unlink()
+  fakes.write(tmp_path, LOSSES)
+  assert [s.name for s in status.read(root)] == names
+
+
+def test_a_field_that_is_new_since_then_is_no_other_sweep(tmp_path):
+  root, *_ = fakes.write(tmp_path, LOSSES)
+  content = json.loads((root / "sweep.json").read_text())
+  del content["cells"][0]["config"]["storage"], content["cells"][1]["config"]["train"]["beta2"]
+  (root / "sweep.json").write_text(json.dumps(content))
+  fakes.write(tmp_path, LOSSES)
 
 
 def test_a_warned_step_asks_to_be_run_again(tmp_path):
@@ -277,8 +353,11 @@ def test_the_analysis_of_a_sweep_reads_finished_cells(tmp_path, capsys, monkeypa
   local.launch(root, names, launch)
   seen = {}
   planned = fakes.plan(tmp_path, [{}])
-  sweep.finish(root, grid.Sweep("b", [{}], {}, lambda runs: seen.update(runs) or "the trend"),
-               planned)
+  sweep.finish(root, grid.Sweep("b", [{}], {}, lambda runs: seen.update(runs) or "the trend",
+                                lambda runs: f"<svg>{len(runs)}</svg>"), planned)
   assert seen == {"base": root / "cells" / "base"}
   assert "the trend" in capsys.readouterr().out
   assert (root / "analysis.txt").read_text() == "the trend\n"
+  assert (root / "analysis.svg").read_text() == "<svg>1</svg>\n"
+  with pytest.raises(UserError, match="the analysis of the sweep failed: KeyError: 'other'"):
+    sweep.finish(root, grid.Sweep("b", [{}], {}, lambda runs: runs["other"]), planned)

@@ -1,6 +1,7 @@
 """The line through tau against the amount of data."""
 
 import json
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def test_the_text_of_a_sweep(tmp_path):
       opened = manifest.begin(folder / stage, stage=stage, config={})
       manifest.finish(folder / stage, opened, counts)
     (folder / "evaluate").mkdir()
-    group = {"tau": tau, "tau_ci": [tau, tau]}
+    group = {"tau": tau, "tau_ci": [tau - 0.05, tau + 0.05]}
     (folder / "evaluate" / "report.json").write_text(
       json.dumps({"settings": [{"temperature": 1.0, "all": {"tau": 9.0, "tau_ci": [9, 9]}},
                                {"temperature": 0.0, "all": group}]}))
@@ -52,6 +53,11 @@ def test_the_text_of_a_sweep(tmp_path):
   assert "1,000" in lines[1] and "1.100" in lines[1] and "2.0" in lines[1]
   assert "tau gains +0.105 for each doubling of the tokens (95 % " in text
   assert "no trend" not in text
+  drawing = trend.curve(runs)
+  assert ElementTree.fromstring(drawing).tag.endswith("svg") and drawing == trend.curve(runs)
+  for said in ("answer tokens", "1,000", "2,000", "4,000", "+0.105 for each doubling"):
+    assert said in drawing
+  assert "each doubling" not in trend.curve({"a": runs["a"]}) and "<svg" in trend.curve({})
   flat = [("d", 1000, 1.2), ("e", 2000, 1.1), ("f", 4000, 1.2)]
   flat = {name: run(name, tokens, tau) for name, tokens, tau in flat}
   assert "no trend can be told" in trend.tau_against_tokens(flat)

@@ -108,7 +108,7 @@ class Google(Handler):
       self.send(name, {"x-goog-generation": str(self.bucket.objects[name][0])})
 
   def do_POST(self):
-    path, query, _ = self.parts()
+    path, query, name = self.parts()
     body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
     if self.bucket.refuses:
       self.refuse(403, "no access")
@@ -118,8 +118,11 @@ class Google(Handler):
       described, content = (part.partition(b"\r\n\r\n" if b"\r\n\r\n" in part else b"\n\n")[2]
                             for part in self.sections(body))
       self.answer(200, self.bucket.write(json.loads(described)["name"], content))
+    elif query.get("uploadType") == "resumable":  # the content follows, in one piece
+      name = urllib.parse.quote(json.loads(body)["name"], safe="")
+      self.answer(200, b"", {"Location": f"http://{self.headers['Host']}/upload/content/o/{name}"})
     else:
-      self.answer(200, self.bucket.write(query["name"], body))
+      self.answer(200, self.bucket.write(name or query["name"], body))
 
   def do_DELETE(self):
     _, _, name = self.parts()

@@ -32,6 +32,18 @@ def told_at(step: int) -> None:
   train.train_step = train_step
 
 
+def tell_shares() -> None:
+  """Prints how many of the prompts this process decodes in evaluate."""
+  from train_drafter import evaluate
+  real = evaluate.decode_all
+
+  def decode_all(bench, drafter, members, *args, own=None, **options):
+    print(f"decodes {len(members if own is None else own)} of {len(members)}", flush=True)
+    return real(bench, drafter, members, *args, own=own, **options)
+
+  evaluate.decode_all = decode_all
+
+
 def main() -> None:
   parser = argparse.ArgumentParser()
   parser.add_argument("--config", type=Path)
@@ -48,6 +60,8 @@ def main() -> None:
   if own == known.told and known.told_at >= 0 and not list(
       known.workdir.glob("train/checkpoints/*/_CHECKPOINT_METADATA")):
     told_at(known.told_at)
+  if "evaluate" in known.stages:
+    tell_shares()
   options = program.Options(
     config=pickle.loads(known.config.read_bytes()), workdir=known.workdir,
     stages=tuple(known.stages.split(",")), overwrite=False, profile=False, command="test",

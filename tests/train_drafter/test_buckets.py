@@ -213,6 +213,7 @@ def test_checkpoints_lie_where_the_config_says(tmp_path):
 def test_checkpoints_in_a_bucket(bucket, monkeypatch):
   """gs:// through orbax, tensorstore and gcsfs (which the installation does not bring): a step
   counts once it is complete, the best and the newest stay, and a new process finds them."""
+  monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # JSON instead of gRPC
   gcsfs = pytest.importorskip("gcsfs", reason="gcsfs is not installed")
   monkeypatch.setenv("STORAGE_EMULATOR_HOST", os.environ["TENSORSTORE_GCS_HTTP_URL"])
   monkeypatch.setitem(fsspec.config.conf, "gcs", {"token": "anon"})

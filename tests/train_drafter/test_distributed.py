@@ -4,6 +4,7 @@ stops all."""
 import json
 import os
 import pickle
+import shutil
 import signal
 import socket
 import time
@@ -15,9 +16,10 @@ import safetensors.numpy
 from absl import flags
 
 from spec_jax.errors import UserError
+from spec_jax.records import RowRecords
 from tests.train_drafter import processes, tiny_run
 from train_drafter import __main__ as program
-from train_drafter import distributed, generate, rendezvous, store
+from train_drafter import distributed, evaluate, generate, rendezvous, report, shares, store
 from train_drafter.distributed import Options
 
 MEETINGS = """
@@ -223,6 +225,10 @@ def make_config(root):
   cfg.drafter.block_size, cfg.drafter.anchors, cfg.drafter.mask_id = 4, 8, 1
   cfg.train.batch_rows, cfg.train.steps, cfg.train.eval_every = 4, 12, 6
   cfg.features.shard_tokens = 1024
+  options = cfg.evaluate
+  options.temperatures, options.speed_dtypes, options.same_shape = (1.0,), (), False
+  options.more_draft_lens, options.longest_draft_len = (), options.draft_len
+  options.self_prompts = 0
   return cfg
 
 
@@ -234,8 +240,8 @@ def alone(tmp_path_factory):
   path = root / "cfg.pickle"
   path.write_bytes(pickle.dumps(cfg))
   program.execute(program.Options(
-    pickle.loads(path.read_bytes()), root / "run", ("prompts", "generate", "extract", "train"),
-    False, False, "test"))
+    pickle.loads(path.read_bytes()), root / "run",
+    ("prompts", "generate", "extract", "train", "evaluate"), False, False, "test"))
   return cfg, path, root / "run"
 
 
@@ -279,18 +285,76 @@ def test_two_processes_answer_and_extract_as_one(alone, stopped):
     np.testing.assert_array_equal(a.features(), b.features())
 
 
-def test_a_signal_to_one_stops_all_and_four_go_on_to_the_same_drafter(alone, stopped):
+@pytest.fixture(scope="module")
+def four(alone, stopped):
+  """What four processes said that went on from there, and whether there was a drafter before."""
+  _, path, _ = alone
+  workdir, _ = stopped
+  early = (workdir / "train" / "drafter").exists()
+  found = processes.stages(4, path, workdir, "generate,extract,train")
+  assert [code for code, _, _ in found] == [0] * 4, found
+  return found, early
+
+
+def test_a_signal_to_one_stops_all_and_four_go_on_to_the_same_drafter(alone, stopped, four):
   """CASE 36: SIGTERM during a step of one of two processes; the job goes on with four."""
   _, path, one = alone
   workdir, outcome = stopped
+  four, early = four
   lines = [[line for line in out.splitlines() if "stopped at step" in line]
            for _, out, _ in outcome]
   assert lines[0] == lines[1] and len(lines[0]) == 1
-  assert not (workdir / "train" / "drafter").exists()
-  four = processes.stages(4, path, workdir, "generate,extract,train")
-  assert [code for code, _, _ in four] == [0] * 4, four
+  assert not early
   assert "goes on from step" in four[0][1] and "reused" in four[3][1]
   assert_same_drafter(one, workdir)
   log = (workdir / "train" / "metrics.jsonl").read_text().splitlines()
   steps = [row["step"] for row in map(json.loads, log) if row["split"] == "train"]
   assert steps == list(range(1, 13))
+
+
+def test_two_processes_evaluate_as_one(alone, tmp_path):
+  """Sampled at temperature 1: each prompt has its own random numbers, whoever decodes it."""
+  cfg, path, one = alone
+  workdir = tmp_path / "run"
+  shutil.copytree(one, workdir, ignore=shutil.ignore_patterns("evaluate", "*.lock"))
+  outcome = processes.stages(2, path, workdir, "evaluate")
+  assert [code for code, _, _ in outcome] == [0, 0], outcome
+  for _, out, _ in outcome:
+    assert "decodes 3 of 6" in out and "decodes 6 of 6" not in out
+  for name in evaluate.names(cfg):
+    rows = [report.load_records(evaluate.records_path(folder, name, 1.0, "ratio"))
+            for folder in (one, workdir)]
+    ours, theirs = (found[name][1.0, "ratio"] for found in rows)
+    assert [r["id"] for r in ours] == [r["id"] for r in theirs] and ours, name
+    for a, b in zip(ours, theirs, strict=True):
+      assert a["tokens"] == b["tokens"], (name, a["id"])
+      np.testing.assert_array_equal(a["records"].accepted, b["records"].accepted)
+  parts = workdir / "evaluate" / "parts"
+  assert not list(parts.glob("*share*")) and (workdir / "evaluate" / "report.json").exists()
+
+
+def test_a_share_that_is_there_is_not_decoded_again(tmp_path, monkeypatch):
+  """Two processes were stopped, one of them with its share done."""
+  row = lambda i: {"id": f"p{i}", "category": "qa", "tokens": [i],
+                   "records": RowRecords([1], [1], [2], "length")}
+  monkeypatch.setattr(distributed, "count", lambda: 2)
+  monkeypatch.setattr(distributed, "barrier", lambda *args: None)
+  path, key = tmp_path / "x-T1-ratio.jsonl", ("x", 1.0, "ratio")
+  save = lambda name, members: report.save_records(
+    tmp_path / name, {"x": {(1.0, "ratio"): [row(i) for i in members]}})
+  save("x-T1-ratio.share-0-of-2.jsonl", [4, 9])
+  save("x-T1-ratio.share-1-of-2.jsonl", [5])
+  save("x-T1-ratio.share-0-of-3.jsonl", [7])  # of a run of other size
+
+  def decode(members):
+    raise AssertionError(members)
+
+  assert [r["id"] for r in shares.records(path, key, [4, 5, 9], decode)] == ["p4", "p5", "p9"]
+  assert [p.name for p in tmp_path.iterdir()] == [path.name]
+  path.unlink()
+  save("x-T1-ratio.share-1-of-2.jsonl", [5])
+  found = shares.records(path, key, [4, 5, 9], lambda members: [row(i) for i in members])
+  assert [r["id"] for r in found] == ["p4", "p5", "p9"]
+  path.unlink()
+  found = shares.records(path, key, [4], lambda members: [row(i) for i in members])
+  assert [r["id"] for r in found] == ["p4"]  # none for the second process

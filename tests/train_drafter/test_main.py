@@ -70,6 +70,7 @@ def stages(monkeypatch):
   monkeypatch.setitem(sys.modules, "train_drafter.config", checks)
   monkeypatch.setattr(cli, "_check_target", lambda cfg: None)
   monkeypatch.setattr(cli, "_check_mesh", lambda cfg: None)
+  monkeypatch.setattr(cli, "_check_buckets", lambda cfg, stages: None)
   monkeypatch.setattr(cli, "_reads_features", lambda cfg: True)
 
   for name in cli.STAGES:
@@ -185,7 +186,7 @@ def test_a_bad_config_file_is_one_line(tmp_path, config_file):
     ("x = 1\nx = = 2\n", f"{path}:2: SyntaxError"),
     ("def get_config():\n  return 1 / 0\n", f"{path}:2: ZeroDivisionError: division by zero"),
     ("def get_config():\n  return {}['x']\n", f"{path}:2: KeyError: 'x'"),
-    ("y = 1\n", "AttributeError"),
+    ("y = 1\n", f"{path}: has no function get_config()"),
     ("def get_config():\n  return {}\n", "returned dict, not a dataclass"),
     (CONFIG.replace("Config(target=target)", "Config"), "returned the class Config, not"),
   ]:
@@ -274,6 +275,23 @@ def test_a_refused_stage_leaves_no_claim(config_file, workdir, stages, monkeypat
   with pytest.raises(UserError):
     run(*first)
   assert (workdir / "train" / "part").exists()
+
+
+def test_a_bucket_is_no_workdir_and_is_tried_before_the_stages_that_fill_it(
+    config_file, workdir, monkeypatch):
+  assert refusal(f"--config={config_file}", "--workdir=gs://lab/run").startswith(
+    "--workdir=gs://lab/run: is a bucket, and this must be a path of this machine: mount")
+  from train_drafter import buckets
+  from train_drafter.config import Config
+  tried = []
+  monkeypatch.setattr(buckets, "check_access", tried.append)
+  cfg = Config()
+  cli._check_buckets(cfg, cli.STAGES)
+  cfg.storage.features = "s3://lab/x"
+  cli._check_buckets(cfg, ("evaluate", "report"))
+  assert not tried
+  cli._check_buckets(cfg, ("train",))
+  assert tried == [cfg]
 
 
 def test_a_target_is_refused_before_the_first_stage(workdir):
