@@ -60,6 +60,7 @@ def _shorten(cfg: Config) -> None:
   cfg.evaluate.max_new_tokens = 48
   cfg.evaluate.identity_per_category = 1
   cfg.evaluate.untrained_per_category = 1
+  cfg.evaluate.self_prompts = 0
   cfg.evaluate.speed_dtypes = ("bfloat16",)
   cfg.evaluate.batch_sizes = ()
   cfg.evaluate.speed_prompts = 3

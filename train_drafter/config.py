@@ -338,6 +338,9 @@ def validate(cfg: Config) -> None:
   if cfg.train.micro_batches > 1 and cfg.train.on_policy_fraction and cfg.features.mode == "topk":
     raise UserError(f"train.micro_batches={cfg.train.micro_batches} cannot mix the sparse teacher "
                     "of features.mode='topk' with on-policy batches, which have a whole one")
+  if cfg.features.mode == "topk" and cfg.drafter.kind == "small_lm":
+    raise UserError("features.mode='topk' is for drafters that read a feature store (eagle3, "
+                    "dflash, dspark); drafter.kind='small_lm' learns from whole distributions")
   if cfg.features.mode == "topk" and cfg.train.teacher_temperature != 1:
     raise UserError(f"train.teacher_temperature={cfg.train.teacher_temperature} must be 1.0 with "
                     "features.mode='topk': the store keeps probabilities at temperature 1")

@@ -120,6 +120,15 @@ def test_a_draft_fits_into_its_block(kind, most):
     config_lib.validate(cfg)
 
 
+def test_a_sparse_teacher_is_of_a_feature_store():
+  cfg = Config()
+  cfg.features.mode = "topk"
+  with pytest.raises(UserError, match="features.mode='topk' .* drafter.kind='small_lm'"):
+    config_lib.validate(cfg)
+  cfg.drafter.kind = "eagle3"
+  config_lib.validate(cfg)
+
+
 def test_training_needs_an_end():
   cfg = Config()
   cfg.train.steps, cfg.train.budget_s = 0, 0.0

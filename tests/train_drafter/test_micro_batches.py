@@ -43,11 +43,10 @@ def test_a_step_is_that_of_one_batch_with_all_rows():
            for name in moved[0] if name != "step"} | {"step": np.int32(0)}
   setup, state = train.make_setup(cfg, target, module, 20)
 
-  def gradient(batch):
-    sums_of = lambda params, batch: train.batch_sums(
-        setup, params, setup.frozen, target.params, batch)
-    return jax.jit(lambda p: micro_batches.mean_gradient(sums_of, p, batch))(state.params)
-
+  sums_of = lambda params, batch: train.batch_sums(
+      setup, params, setup.frozen, target.params, batch)
+  run = jax.jit(lambda params, batch: micro_batches.mean_gradient(sums_of, params, batch))
+  gradient = lambda batch: run(state.params, batch)
   (loss, sums, grads), (theirs, total, expected) = gradient(parts), gradient(whole)
   np.testing.assert_allclose(loss, theirs, rtol=1e-5)
   for name, value in total.items():
