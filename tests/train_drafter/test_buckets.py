@@ -210,6 +210,7 @@ def test_checkpoints_lie_where_the_config_says(tmp_path):
     buckets.checkpoints(cfg, folder)
 
 
+@pytest.mark.filterwarnings("default")  # of packages that are not of the tested set
 def test_checkpoints_in_a_bucket(bucket, monkeypatch):
   """gs:// through orbax, tensorstore and gcsfs (which the installation does not bring): a step
   counts once it is complete, the best and the newest stay, and a new process finds them."""
