@@ -167,7 +167,7 @@ def test_an_error_shouts_and_rounding_does_not(kind, dtype):
   if kind is SmallLM:
     assert agreement.verdict(found, None) == ("rounding" if apart else "agrees")
     assert apart == 0 or dtype == "bfloat16"
-    assert found["tolerance"] > 0
+    assert found["tolerance"] > 0 or dtype == "bfloat16"  # so few numbers may round alike
   else:
     assert agreement.verdict(found, None) == "disagrees", found
     assert found["beyond"] > 0
