@@ -172,8 +172,8 @@ def reason(found: Mapping[str, Any] | None) -> str:
   if not apart:
     return f"; all {found['decisions']} drafts were decided alike"
   margin = "infinite" if found["margin"] is None else f"{found['margin']:.2g}"
-  text = (f"; {apart} of {found['decisions']} drafts were decided otherwise, margin up to {margin} "
-          f"where passes round by up to {found['tolerance']:.2g}")
+  text = (f"; {apart} of {found['decisions']} drafts were decided otherwise "
+          f"(margin up to {margin}, tolerance {found['tolerance']:.2g})")
   if found["beyond"]:
     return f"{text}: rounding does not explain {found['beyond']} of them"
   if found["lopsided"] < ONE_SIDED:

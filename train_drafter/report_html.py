@@ -31,11 +31,13 @@ _HIDDEN = ("prompt_hashes",)  # for programs
 
 _CSS = """
 :root{color-scheme:light dark;--bg:#fff;--ink:#1a1c1f;--muted:#5d6470;--line:#d9dce1;--soft:#f4f5f7;
---warn:#fff4d6;--warnline:#b57b00;LIGHT}
+--warn:#fff4d6;--warnline:#b57b00;--shade:#0003;LIGHT}
 @media (prefers-color-scheme:dark){:root{--bg:#14161a;--ink:#e8eaed;--muted:#a0a7b2;--line:#363b44;
---soft:#1d2026;--warn:#332a12;--warnline:#e0a93a;DARK}}
+--soft:#1d2026;--warn:#332a12;--warnline:#e0a93a;--shade:#fff4;DARK}}
 @media print{:root{color-scheme:light;--bg:#fff;--ink:#000;--muted:#444;--line:#bbb;--soft:#f4f5f7;
---warn:#fff;--warnline:#000;LIGHT}nav{display:none}.scroll{overflow:visible!important}
+--warn:#fff;--warnline:#000;--shade:#0000;LIGHT}nav{display:none!important}
+.scroll{overflow:visible!important}
+.tiles{grid-template-columns:1fr 1fr!important}.tile b{font-size:1.1rem!important}
 main{max-width:none!important;padding:0!important}table{font-size:7.5pt!important}
 .pair{grid-template-columns:1fr 1fr!important}
 details::details-content{content-visibility:visible;height:auto}
@@ -60,7 +62,9 @@ padding:.6rem 1rem;margin:1rem 0}
 .warnings h2{border:0;margin:0;padding:0;font-size:1rem}
 .loud{border:2px solid var(--warnline);background:var(--warn);border-radius:4px;font-weight:700;
 padding:.2rem 1rem;margin:.6rem 0}
-.scroll{overflow-x:auto;max-width:100%}
+.scroll{overflow-x:auto;max-width:100%;/* shaded at the right while there is more to see */
+background:linear-gradient(to left,var(--bg) 40%,#0000) right/2.5rem 100% no-repeat local,
+linear-gradient(to left,var(--shade),#0000) right/1rem 100% no-repeat}
 table{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums;margin:.4rem 0}
 th,td{padding:.25rem .5rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
 th{vertical-align:bottom;font-weight:600;white-space:pre}

@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, told apart by colour-blind readers: on white, on near black.
 SERIES = (("#0072b2", "#5ab4f0"), ("#c4500a", "#f39a5b"), ("#00795a", "#3ecfa3"),
-          ("#a8457f", "#e79ac7"), ("#8a6d00", "#e6c04a"), ("#5f5f5f", "#b5b5b5"))
+          ("#a8457f", "#e79ac7"), ("#8a6d00", "#e6c04a"), ("#0d0d0d", "#f2f2f2"),
+          ("#6f6f6f", "#a5a5a5"))
 INK, MUTED = "#010203", "#010204"  # stand for var(--ink) and var(--muted) until `_embed`
 STYLE = {
     "svg.fonttype": "none", "text.parse_math": False, "font.size": 10,
@@ -140,11 +141,12 @@ def draw_forest(axes, rows: Sequence, line: float | None = None) -> None:
       if low is not None:
         axes.plot([low, high], [y, y], color=colour(i), linewidth=1.2)
     axes.plot([x for _, x, _ in found], [y for y, _, _ in found], linestyle="none",
-              marker="os^Dv*"[i % 6], color=colour(i), label=name)
+              marker="os^Dv*P"[i % 7], color=colour(i), label=name)
   if line is not None:
     axes.axvline(line, color=axes.xaxis.label.get_color(), linewidth=0.8)
   axes.set_yticks(range(len(rows)), [name for name, _ in rows])
   axes.set_ylim(len(rows) - 0.4, -0.6)
+  axes.locator_params(axis="x", nbins=5)  # labels such as -0.035 would run into each other
   axes.grid(visible=False, axis="y")
 
 
@@ -164,7 +166,7 @@ def lines(curves: Sequence[tuple[str, Sequence, Sequence, Sequence | None]], xla
       for x, pair in zip(places, intervals or (), strict=False):
         if pair and pair[0] is not None:
           axes.plot([x, x], pair, color=colour(i), linewidth=1.2)
-      axes.plot(*_known(places, ys), color=colour(i), label=name, marker="os^Dv*"[i % 6],
+      axes.plot(*_known(places, ys), color=colour(i), label=name, marker="os^Dv*P"[i % 7],
                 linestyle="none" if name.endswith("(measured)") else "-")
     if line is not None:
       axes.axhline(line, color=axes.xaxis.label.get_color(), linewidth=0.8)

@@ -57,8 +57,7 @@ def compared(lost, won, tolerance=0.1, decisions=50, **changes):
 @pytest.mark.parametrize("lost, won, verdict, said", [
     ([[], [], []], [[], [], []], "agrees", "all 150 drafts were decided alike"),
     ([[0.1], [], []], [[], [0.02], []], "rounding",
-     "2 of 150 drafts were decided otherwise, margin up to 0.1 where passes round by up to 0.1: "
-     "ties"),
+     "2 of 150 drafts were decided otherwise (margin up to 0.1, tolerance 0.1): ties"),
     ([[0.11], [], []], [[], [0.02], []], "disagrees", "rounding does not explain 1 of them"),
     ([[0.01], [], []], [[None], [], []], "disagrees", "margin up to infinite"),
 ])
@@ -168,7 +167,7 @@ def test_an_error_shouts_and_rounding_does_not(kind, dtype):
   if kind is SmallLM:
     assert agreement.verdict(found, None) == ("rounding" if apart else "agrees")
     assert apart == 0 or dtype == "bfloat16"
-    assert found["tolerance"] > 0
+    assert found["tolerance"] > 0 or dtype == "bfloat16"  # so few numbers may round alike
   else:
     assert agreement.verdict(found, None) == "disagrees", found
     assert found["beyond"] > 0
