@@ -110,9 +110,9 @@ def grouped(target):
 # Training.
 
 
-def batch_of(cfg, target, seed=0):
-  docs = documents(12, seed, target=tiny.target())
-  batch = pack(docs, cfg).batch(0)
+def batch_of(cfg, target, step=0):
+  docs = documents(12, target=tiny.target())
+  batch = pack(docs, cfg).batch(step)
   taps = np.random.default_rng(1).normal(size=(*batch["tokens"].shape, 32))
   return sharding.place_rows(batch | {"features": taps.astype(np.float32)}, target.mesh)
 
