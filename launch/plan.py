@@ -29,11 +29,12 @@ its tokens touch when they are routed independently.
   extract       a forward pass of every token, without logits; writes the bytes of
                 `train_drafter.store.bytes_per_token`
   train         places: drafter positions for each token: 1 (small_lm), J (eagle3, its J steps) or
-                anchors * block / seq_len (dflash, dspark). Flops for each token: 6 m places
-                (forward and two products backward) + 6 c (of dflash and dspark: fc, and the keys
-                and values of every token) + 8 Vd D scored (logits, recomputed, their gradient, the
-                teacher's), where scored is places of the tokens that are in an answer. Online
-                features add a forward pass of the target. Reads the float32 weights three times
+                anchors * block / seq_len (dflash, dspark). Flops for each token: 6 b places
+                (forward and two products backward; b is m without the projection fc of the taps)
+                + 6 c (once for every token: fc, and of dflash and dspark the keys and values)
+                + 8 Vd D scored (logits, recomputed, their gradient, the teacher's), where scored
+                is places of the tokens that are in an answer. Online features add a forward pass
+                of the target. Reads the float32 weights three times
   train memory  16 m (float32 parameter, gradient and two moments), the frozen embedding and head
                 (the whole target when online), and 16 chunk Vd bytes of the loss, on each chip;
                 parameters are spread over the chips only where they do not fit on one
@@ -234,10 +235,11 @@ def plan(target: DecoderConfig, chip: Accelerator, chips: int, job: Job) -> Plan
       job.kind, options.anchors * options.block_size / job.seq_len)
   scored = places * (job.answer_tokens / context if places >= 1 else 1.0)
   online = job.features == "online" and bool(taps)
-  every = 0  # c
+  projection = len(taps) * D * D
+  every = projection  # c
   if job.kind in ("dflash", "dspark"):
-    every = len(taps) * D * D + job.layers * 2 * target.num_kv_heads * target.head_dim * D
-  flops = 6 * (m * places + every) + 8 * Vd * D * scored + forward * online
+    every += job.layers * 2 * target.num_kv_heads * target.head_dim * D
+  flops = 6 * ((m - projection) * places + every) + 8 * Vd * D * scored + forward * online
   train = chips * batch / seconds(
       chip, 1, batch * flops, 3 * 4.0 * m + weights * online)
   loss = 4.0 * 4 * config_lib.TrainConfig().chunk * Vd

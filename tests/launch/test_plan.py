@@ -89,6 +89,10 @@ def test_every_stage_by_hand():
   tapped = plan.plan(dataclasses.replace(SMALL, num_layers=8), fast, 1, dataclasses.replace(
     SMALL_JOB, kind="eagle3", layers=1))
   assert tapped.extract == pytest.approx(1e12 / (2 * forward))
+  # Its three steps run the layer (attention reads twice the width) and the projection once.
+  layer = 64 * 16 * (2 * (4 + 2 * 2) + 4) + 3 * 64 * 128
+  assert tapped.train == pytest.approx(
+    1e12 / (6 * (3 * layer + 3 * 64 * 64) + 8 * 500 * 64 * 3 / 4), rel=5e-3)  # norms left out
   assert tapped.features_per_token == 4 * 2 * 64 + 5
   assert tapped.features == 1000 * 32 * (4 * 2 * 64 + 5)
   assert tapped.hours == pytest.approx({
