@@ -32,7 +32,8 @@ def test_the_law_of_the_loop(rule, draft_len, capsys):
 
 
 @pytest.mark.parametrize("kind, rule", [
-    ("lookup", "ratio"), ("lookup+1", "ratio"), ("eagle3", "ratio"), ("dflash", "ratio"),
+    ("lookup", "ratio"), ("lookup+1", "ratio"), ("lookup+1", "block"), ("eagle3", "ratio"),
+    ("eagle3", "block"), ("dflash", "ratio"), ("dflash", "block"), ("dspark", "ratio"),
     ("dspark", "block")])
 def test_the_law_with_every_drafter(kind, rule, capsys):
   """The q that each returns is what its drafts were drawn from, also given the drafts before."""
