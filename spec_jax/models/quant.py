@@ -7,9 +7,10 @@ result. Activations stay bfloat16, as beside bfloat16 weights: a step of decodin
 and few activations. `load_target` and `load_drafter` make them, `decoder.linear` and `moe.py`
 multiply with them.
 
-The library qwix (0.1.8) works with this JAX and multiplies as fast, but it dequantises a matrix in
-front of the product, which XLA:CPU takes out of the decoding loop: 20 MiB of int8 weights then hold
-81 MiB of floating copies, where the pieces of `linear` hold one.
+The library qwix (0.1.8) works with this JAX and is the faster one on CPU (5.5 against 7.6 ms for
+one row, 7.8 against 8.2 for six), but it dequantises a matrix in front of the product, which
+XLA:CPU takes out of the decoding loop: 20 MiB of int8 weights then hold 81 MiB of floating copies,
+where the pieces of `linear` hold one.
 """
 
 import jax.numpy as jnp
