@@ -118,9 +118,6 @@ def loaded(cfg: Config, target: Target, dtype: str) -> LearnedDrafter:
   for name, (found, asked, field) in wanted.items():
     if found != asked:
       raise UserError(f"train.init_from={source}: has {name} {found}, this run {asked} ({field})")
-  if cfg.train.sampled_vocab and module.own_head:
-    raise UserError(f"train.init_from={source}: has a head of its own, which is trained whole: not "
-                    f"with train.sampled_vocab={cfg.train.sampled_vocab}")
   for name, value in (("steps", d.steps), ("anchors", d.anchors)):
     if hasattr(module, name):
       setattr(module, name, value)

@@ -335,7 +335,7 @@ def test_two_processes_evaluate_as_one(alone, tmp_path):
 
 def test_a_share_that_is_there_is_not_decoded_again(tmp_path, monkeypatch):
   """Two processes were stopped, one of them with its share done."""
-  row = lambda i: {"id": f"p{i}", "category": "qa", "tokens": [i],
+  row = lambda i: {"id": f"p{i}", "category": "qa", "tokens": [i, i, i],
                    "records": RowRecords([1], [1], [2], "length")}
   monkeypatch.setattr(distributed, "count", lambda: 2)
   monkeypatch.setattr(distributed, "barrier", lambda *args: None)

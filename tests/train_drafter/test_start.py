@@ -155,7 +155,7 @@ def test_a_folder_that_does_not_match_is_refused(written, kind, changes, match):
 def test_a_head_that_is_trained_is_scored_whole(written):
   cfg = config_for(written, "eagle3")
   cfg.train.sampled_vocab = 4
-  with pytest.raises(UserError, match="init_from=.* a head of its own.*train.sampled_vocab=4"):
+  with pytest.raises(UserError, match="sampled_vocab=4 needs a drafter that borrows .*init_from="):
     start.begin_with(cfg, folders.target())
 
 
