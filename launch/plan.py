@@ -9,8 +9,10 @@ chips,
 
   seconds = max(flops / (C * peak * e_f), bytes / (C * bandwidth * e_b))
 
-with the shares e_f, e_b that programs reach (launch/accelerators.py). Communication, compilation
-and waiting are left out, so small models on many chips come out too well. In the formulas M is the
+with the shares e_f, e_b that programs reach (launch/accelerators.py). A step of generation and a
+round of decoding take the accelerator's time of a layer for each of theirs on top, where that is
+known (on CPU). Communication, compilation and waiting are left out, so small models on many chips
+come out too well. In the formulas M is the
 parameters of the target's layers, m of the drafter, V and Vd the vocabularies, D the width, L the
 layers, G and H the key/value heads and their width, N the query heads, A and P the tokens of an
 answer and of its prompt, B the rows decoded at once, K the draft length. Of a mixture of experts
@@ -220,6 +222,7 @@ def plan(target: DecoderConfig, chip: Accelerator, chips: int, job: Job) -> Plan
   unread = lambda tokens: 2 * (layers - touched(target, tokens))  # bytes of experts left alone
   step = seconds(chip, group, rows * (forward + 2 * head + prefill),
                  weights - unread(rows) + rows * row / 2)
+  step += target.num_layers * chip.layer_s
   generate = groups * rows / step
 
   taps = taps_of(target, job.kind)
@@ -254,6 +257,7 @@ def plan(target: DecoderConfig, chip: Accelerator, chips: int, job: Job) -> Plan
                     weights - unread(width) + rows * row / 2)
   round_s += drafting * seconds(
       chip, group, rows * (2 * m + 2 * Vd * D), 2.0 * m + 2.0 * Vd * D)
+  round_s += (target.num_layers + drafting * job.layers) * chip.layer_s
   decode = groups * rows * job.tau / round_s
 
   cache = rows * row / group

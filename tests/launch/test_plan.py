@@ -85,6 +85,11 @@ def test_every_stage_by_hand():
   assert wait.decode == pytest.approx(4 * 2 / ((weights + 2 * row + drafts) / 1e9))
   assert compute.decode == pytest.approx(
     4 * 2 / ((4 * 4 * (forward + 2 * head) + 4 * drafts) / 1e12))
+  # Four layers of the target and three times two of the drafter take a second each on top.
+  slower = plan.plan(SMALL, dataclasses.replace(fast, layer_s=1.0), 1, SMALL_JOB)
+  assert slower.generate == pytest.approx(4 / 4, rel=1e-3)
+  assert slower.decode == pytest.approx(4 * 2 / (4 + 3 * 2), rel=1e-3)
+  assert slower.train == compute.train
   # Extraction for EAGLE-3, which needs seven layers: three taps and the last state, ids and mask.
   tapped = plan.plan(dataclasses.replace(SMALL, num_layers=8), fast, 1, dataclasses.replace(
     SMALL_JOB, kind="eagle3", layers=1))
