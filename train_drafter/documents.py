@@ -97,6 +97,9 @@ def prepare(
     (held if len(held) < cfg.train.validation else kept).extend(of_prompt[prompts[i]])
   if cfg.train.prompt_tokens:  # what is measured is answers in any case
     held = [d for d in map(Document.answer_alone, held) if d.supervised > 0]
+    if not held:
+      raise UserError(f"train.seq_len={cfg.train.seq_len} cuts away every answer of the "
+                      f"train.validation={cfg.train.validation} held out")
   if not kept:
     raise UserError(f"train.validation={cfg.train.validation} leaves none of {len(documents)} "
                     "answers to train")

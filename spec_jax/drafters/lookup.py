@@ -33,9 +33,9 @@ class Lookup(nnx.Module):
   Attributes:
     ngram: the lookup, with the shortest suffix that counts as a match.
     learned: any other drafter.
-    learned_len: how many drafts the learned part makes, 0 for all K. Its steps cost the same one
-      after the other while ever fewer of them survive; lookup is free, so the rest of the block is
-      what followed the text with those drafts behind it, or a guess where nothing did.
+    learned_len: how many drafts the learned part makes, 0 for all K. Where it drafts step by step
+      each costs the same while ever fewer survive; lookup is free, so the rest of the block is what
+      followed the text with those drafts behind it, or a guess where nothing did.
   """
 
   def __init__(self, ngram: NGram, learned: nnx.Module, learned_len: int = 0):

@@ -472,22 +472,30 @@ def test_a_store_that_the_disk_cannot_hold_is_not_begun(fresh, monkeypatch):
   assert not list((workdir / "extract").glob("part-*"))
 
 
-def test_a_killed_stage_goes_on_and_ends_with_the_same_store(fresh, made, monkeypatch):
-  _, straight, _, _ = made
-  cfg, workdir = fresh
-  write, forward, written = store.write_part, extract.part_arrays, []
+def killed_at_the_third(cfg, workdir, monkeypatch, leave=lambda path: None):
+  """Runs the stage until it would write its third part; the paths of what it wrote."""
+  write, written = store.write_part, []
 
-  def kill_at_the_third(path, arrays):
+  def kill(path, arrays):
     if len(written) == 2:
-      (path.parent / f".{path.name}.tmp-1" / "tokens").mkdir(parents=True)
+      leave(path)
       raise Killed
     write(path, arrays)
     written.append(path)
 
   with monkeypatch.context() as patch:
-    patch.setattr(store, "write_part", kill_at_the_third)
+    patch.setattr(store, "write_part", kill)
     with pytest.raises(Killed):
       extract.run(cfg, workdir)
+  return written
+
+
+def test_a_killed_stage_goes_on_and_ends_with_the_same_store(fresh, made, monkeypatch):
+  _, straight, _, _ = made
+  cfg, workdir = fresh
+  forward = extract.part_arrays
+  written = killed_at_the_third(cfg, workdir, monkeypatch, leave=lambda path: (
+      path.parent / f".{path.name}.tmp-1" / "tokens").mkdir(parents=True))
   with pytest.raises(UserError, match="stage extract is not finished"):
     extract.open_features(cfg, workdir, 3)
   kept = {p: p.stat().st_mtime_ns for path in written for p in path.rglob("*") if p.is_file()}
@@ -514,18 +522,7 @@ def test_a_store_in_a_bucket_goes_on_and_is_the_same_store(fresh, made, bucket, 
   _, straight, _, _ = made
   cfg, workdir = fresh
   cfg = dataclasses.replace(cfg, storage=config_lib.StorageConfig(features="gs://lab/runs"))
-  write, written = store.write_part, []
-
-  def kill_at_the_third(path, arrays):
-    if len(written) == 2:
-      raise Killed
-    write(path, arrays)
-    written.append(path)
-
-  with monkeypatch.context() as patch:
-    patch.setattr(store, "write_part", kill_at_the_third)
-    with pytest.raises(Killed):
-      extract.run(cfg, workdir)
+  killed_at_the_third(cfg, workdir, monkeypatch)
   before = list(bucket.written)
   home = dataclasses.replace(cfg, storage=config_lib.StorageConfig())
   with pytest.raises(UserError, match="storage.features='': .*extract has begun with gs://lab/runs/"
