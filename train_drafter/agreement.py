@@ -64,7 +64,7 @@ def rounding(
   drafted, ours = sharding.fetch(_drafts(program, params, state))
   first = sharding.fetch(state.tokens)[every, lengths]
   answers = [[int(a), *map(int, draft)] for a, draft in zip(first, drafted, strict=True)]
-  batch, spans = replay._batch(list(zip(prompts, answers, strict=True)), rows, draft_len + 1)
+  batch, spans = replay.text_rows(list(zip(prompts, answers, strict=True)), rows, draft_len + 1)
   places = np.concatenate([np.arange(s.start + 1, s.stop) for s in spans])
   theirs = sharding.fetch(_read(
       target.graph, drafter.graph, params, sharding.place_rows(batch, target.mesh), places,
@@ -105,12 +105,13 @@ def _read(
   target, module = nnx.merge(target_graph, params[0]), nnx.merge(drafter_graph, params[1])
   read = target.hidden(
       batch["tokens"], batch["positions"], taps=module.taps, segments=batch["segments"])
-  states = replay._states(module, kind, batch | {"features": read.features}, target, (draft_len,))
+  batch = batch | {"features": read.features}
+  states = replay.block_states(module, kind, batch, target, (draft_len,))
   place = jnp.minimum(jnp.arange(len(places)) % draft_len, states.shape[1] - 1)
   logits = module.masked(module.train_logits(
       states[places, place], target, module.head_parameters()), target)
   q = sampling.probabilities(logits, _WARM, jnp.ones(len(places)))
-  return module._full_probs(q, target.config.vocab_size)
+  return module.full_probs(q, target.config.vocab_size)
 
 
 # The verdict.

@@ -110,7 +110,7 @@ def chances(
     at += K if drafter.kind in _BLOCKS else 0
   for begin in range(0, len(order), batch_size):
     members = order[begin:begin + batch_size]
-    batch, spans = _batch([(prompts[i], answers[i]) for i in members], batch_size, most)
+    batch, spans = text_rows([(prompts[i], answers[i]) for i in members], batch_size, most)
     scores = sharding.fetch(_scores(
         target.graph, drafter.graph, (target.params, drafter.params),
         sharding.place_rows(batch, target.mesh), np.float32(temperature), drafter.kind, lengths,
@@ -139,7 +139,7 @@ def _table(values: np.ndarray, draft_len: int, column: int, kind: str) -> np.nda
   return np.where(token < N, found.astype(np.float64), 0.0)
 
 
-def _batch(texts: Sequence[tuple], rows: int, most: int) -> tuple[dict[str, np.ndarray], list]:
+def text_rows(texts: Sequence[tuple], rows: int, most: int) -> tuple[dict[str, np.ndarray], list]:
   """One text a row, in the form that `train_states` takes, and the places of each answer.
 
   `place`, `row` and `index` name the answered tokens one behind another, all rows' together.
@@ -177,13 +177,13 @@ def _scores(
     target_graph: Any, drafter_graph: Any, params: Any, batch: dict[str, Array],
     temperature: Float[Array, ""], kind: str, lengths: tuple[int, ...], greedy: bool,
 ) -> tuple[Float[Array, "M J"], Float[Array, "M J"], Float[Array, "M J"]]:
-  """What `score` gives at every answered token, by column of `_states`."""
+  """What `score` gives at every answered token, by column of `block_states`."""
   target = nnx.merge(target_graph, params[0])
   module = nnx.merge(drafter_graph, params[1])
   read = target.hidden(
       batch["tokens"], batch["positions"], taps=module.taps, segments=batch["segments"])
   batch = batch | {"features": read.features}
-  states = _states(module, kind, batch, target, lengths)
+  states = block_states(module, kind, batch, target, lengths)
   teacher = read.hidden.reshape(-1, read.hidden.shape[-1])[batch["place"]]
   heat = jnp.full(batch["place"].shape, temperature)
   return score(module, target, states, teacher, batch["label"], heat, batch["weight"], greedy)
@@ -263,7 +263,7 @@ def _ratio(p, q, label, ids, module):
   return accept, jnp.minimum(overlap, 1.0)  # the sum of float32 may exceed it
 
 
-def _states(
+def block_states(
     module: Any, kind: str, batch: dict[str, Array], target: Any, lengths: tuple[int, ...],
 ) -> Float[Array, "M J E"]:
   """The states that predict every answered token: one (small_lm), one for each place of a draft
@@ -316,7 +316,7 @@ def packed_chances(
   if known is not None and module.kind == "small_lm":
     states = known.hidden
   else:
-    states = _states(module, module.kind, batch, target, (draft_len,))
+    states = block_states(module, module.kind, batch, target, (draft_len,))
   label = jnp.roll(batch["tokens"].reshape(-1), -1)[batch["place"]]
   heat = jnp.maximum(batch["temperature"], 0.0)
   teacher = batch["hidden"].astype(states.dtype)

@@ -153,7 +153,7 @@ class LearnedDrafter(nnx.Module):
     if sampling.greedy:
       return self.full_id(sampling_lib.argmax(logits)), None
     probs = sampling_lib.probabilities(logits, sampling, context.temperature)
-    full = self._full_probs(probs, width)
+    full = self.full_probs(probs, width)
     if sampling.coupled:  # with the target's own noise, id by id
       noise = sampling_lib.gumbel(context.keys, place[None], width)[:, 0]
       return sampling_lib.draw_coupled(full, noise), None
@@ -163,7 +163,8 @@ class LearnedDrafter(nnx.Module):
     """Target ids of places in the draft vocabulary."""
     return self.draft_ids[...][place] if hasattr(self, "draft_ids") else place
 
-  def _full_probs(self, probs, width):
+  def full_probs(self, probs: Float[Array, "B Vd"], width: int) -> Float[Array, "B V"]:
+    """The probabilities of the draft vocabulary by target id, `width` of them."""
     if hasattr(self, "draft_ids"):
       padded = jnp.pad(probs, ((0, 0), (0, 1)))
       return padded[:, self.draft_place[...]]

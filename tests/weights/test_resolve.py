@@ -14,7 +14,7 @@ from spec_jax.weights.resolve import file_sha256, files_sha256, resolve
 
 @pytest.fixture(autouse=True)
 def private_cache(tmp_path, monkeypatch):
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  monkeypatch.setenv("SPEC_JAX_CACHE", str(tmp_path / "cache"))
 
 
 def test_kinds(tmp_path):
@@ -55,6 +55,14 @@ def test_hash_is_not_computed_twice(tmp_path, monkeypatch):
   first = file_sha256(path)
   monkeypatch.setattr(resolve_module.hashlib, "file_digest", None)
   assert file_sha256(path) == first
+  assert list((tmp_path / "cache" / "sha256").glob("*.json"))
+
+
+def test_hash_without_a_cache_folder(tmp_path, monkeypatch):
+  path = tmp_path / "w"
+  path.write_bytes(b"one")
+  monkeypatch.setenv("SPEC_JAX_CACHE", str(path / "below a file"))
+  assert file_sha256(path) == hashlib.sha256(b"one").hexdigest()
 
 
 def test_demo_absent_says_how_to_install(monkeypatch):
