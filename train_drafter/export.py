@@ -45,7 +45,7 @@ _OF_RUN = ("export.format", "export.license", "export.target_name")  # each form
 
 
 def run(cfg: Config, workdir: Path) -> Path:
-  """Writes one format into `workdir`/export; reuses it when it is finished.
+  """Writes one format into `workdir`/export; reuses it when it is finished under the same names.
 
   Raises:
     UserError: a stage before it has not run, the folder belongs to another config, or the format
@@ -62,9 +62,16 @@ def run(cfg: Config, workdir: Path) -> Path:
   form = Form(cfg.export.format, _target_name(cfg), cfg.evaluate.draft_len)
   out = folder / ("drafter" if form.name == "hf" else form.name)
   serve = command(cfg.drafter.kind, form.name, str(out), form.target, form.draft_len)
-  if opened.complete and (out / ACCEPTANCE).exists():
+  stated = [form.target, cfg.export.license]
+  named = opened.counts.get("named", {})
+  if opened.complete and (out / ACCEPTANCE).exists() and named.get(form.name) == stated:
     print(f"{STAGE}: {out}, reused\n{serve}")
     return folder
+  if opened.complete:  # another format, or this one under other names: a stop leaves the others
+    others = {n: size for n, size in opened.files.items() if not n.startswith(f"{out.name}/")}
+    opened = dataclasses.replace(opened, files=others)
+    opened.save(folder)
+  (out / ACCEPTANCE).unlink(missing_ok=True)
   trained = spec_jax.load_drafter(str(workdir / "train" / "drafter"), target, "float32").module
   facts = {"target": card.public_name(target.name), "target_weight_hash": target.weight_hash,
            "tokenizer_hash": target.tokenizer.hash(), "draft_len": cfg.evaluate.draft_len,
@@ -76,7 +83,8 @@ def run(cfg: Config, workdir: Path) -> Path:
   manifest.write_json(out / ACCEPTANCE, content)
   counts = {"prompts": len(golden), "identical": content["identical"],
             "tau": content["acceptance"]["exported"]["tau"],
-            "formats": sorted({*opened.counts.get("formats", ()), form.name})}
+            "formats": sorted({*opened.counts.get("formats", ()), form.name}),
+            "named": named | {form.name: stated}}
   manifest.finish(folder, opened, counts, "*/*")
   print(f"{STAGE}: {out}, tau {counts['tau']:.2f} on {len(golden)} golden prompts, "
         f"{counts['identical']} of them identical to plain decoding\n{serve}")

@@ -3,13 +3,14 @@
 Reads `generate/` and `extract/`; writes nothing. `--stage=verify_store` runs it; the documents are
 spread evenly over the store and run one by one, unpacked, so that a fault of the packing shows too.
 
-The rule. Ids and loss mask must be those of the answers. A stored state x must lie within
-a * rms + r * |y| of the live value y, where rms is over the D values of that token and layer (each
-tapped layer by itself, since deep layers are larger) and r = 2**-8 covers the rounding to bfloat16
-twice over. a covers the order of summation, which differs between a packed pass and a single one:
-1e-3 for a float32 target; 2**-3 for a bfloat16 or int8w one, where a sum that rounds the other way
-goes on through all layers (on CPU both agree; the next layer is thirty times farther off than
-that).
+The rule. Ids and loss mask must be those of the answers. By how much a stored state x exceeds
+r * |y| of its distance from the live value y, with r = 2**-8 for the rounding to bfloat16 twice
+over, is the order of summation, which differs between a packed pass and a single one. In units of
+the rms over the D values of that token and layer (each tapped layer by itself, since deep layers
+are larger) it may be 1e-3 for a float32 target. With bfloat16 or int8w a sum that rounds the other
+way goes on through all layers: one value may be off by 1 rms, all D of a token by 2**-4 in the rms
+(the demo target in bfloat16 on CPU reached 0.39 and 0.027 over 4,347 tokens; a neighbouring layer
+has 0.2 and more).
 Stored log-probabilities and logsumexp must lie within 1e-3 (float32) or 0.25 (bfloat16) of the live
 ones at the stored ids, which must be distinct and, within the same tolerance, at least as probable
 as the live k-th.
@@ -35,7 +36,9 @@ from train_drafter.store import Store, StoredDocument
 
 STAGE = "verify_store"
 _ROUNDING = 2.0**-8
-_STATE_TOLERANCE = {"float32": 1e-3, "bfloat16": 2.0**-3, "int8w": 2.0**-3}  # of the rms
+# In units of the rms: of one value, and of the D values of a token together.
+_STATE_TOLERANCE = {
+    "float32": (1e-3, 1e-3), "bfloat16": (1.0, 2.0**-4), "int8w": (1.0, 2.0**-4)}
 _LOG_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "int8w": 0.25}  # nats
 _SHORTEST = 64  # documents are padded to this or twice it, and so on: few shapes
 
@@ -48,7 +51,7 @@ class Difference:
     what: the array, with the layer for features.
     share: the worst difference in units of what the rule allows; above 1 it fails.
     token: position of the worst one.
-    value: the worst difference: of states beyond their rounding, in units of the rms; of
+    value: that difference: of states beyond their rounding, in units of the rms; of
       log-probabilities in nats; of ids and mask 1 for a wrong one.
   """
 
@@ -82,7 +85,7 @@ def run(cfg: Config, workdir: Path) -> Path:
     for found in differences(target, store, d, answers[d.job]):
       if not found.share <= 1:  # a NaN fails too
         raise _failed(store, d, f"{found.what} differs by {found.value:.3g} at token "
-                                f"{found.token}, {found.share:.3g} times what is allowed")
+                                f"{found.token}, {found.share:.4g} times what is allowed")
       worst[found.what] = max(worst.get(found.what, 0.0), found.value)
   text = ", ".join(f"{what} {value:.2g}" for what, value in worst.items())
   print(f"{STAGE}: {len(documents)} of {len(store.documents)} documents agree with the target; "
@@ -168,13 +171,17 @@ def _exact(what: str, wrong: np.ndarray) -> Difference:
   return Difference(what, np.inf if wrong.any() else 0.0, at, float(wrong.any()))
 
 
-def _states(what: str, stored: np.ndarray, live: np.ndarray, tolerance: float) -> Difference:
+def _states(
+    what: str, stored: np.ndarray, live: np.ndarray, tolerance: tuple[float, float]) -> Difference:
   stored = stored.astype(np.float32)
   rms = np.sqrt(np.mean(live**2, -1, keepdims=True)) + np.finfo(np.float32).tiny
   beyond = np.maximum(np.abs(stored - live) - _ROUNDING * np.abs(live), 0) / rms
-  by_token = beyond.max(-1)  # NaN stays NaN, and argmax finds it
+  values = np.stack([beyond.max(-1), np.sqrt(np.mean(beyond**2, -1))])
+  shares = values / np.asarray(tolerance)[:, None]
+  by_token = shares.max(0)  # NaN stays NaN, and argmax finds it
   at = int(by_token.argmax())
-  return Difference(what, float(by_token[at]) / tolerance, at, float(by_token[at]))
+  return Difference(
+      what, float(by_token[at]), at, float(values[shares[:, at].argmax(), at]))
 
 
 def _logs(what: str, by_token: np.ndarray, tolerance: float) -> Difference:

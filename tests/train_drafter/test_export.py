@@ -214,7 +214,7 @@ def test_a_setting_without_a_place_stops_the_export(tmp_path):
 
 @pytest.mark.parametrize("kind, reduced, form", [
     ("eagle3", True, "speculators"), ("dspark", True, "vllm")])
-def test_formats_stand_beside_each_other(tmp_path, capsys, kind, reduced, form):
+def test_formats_stand_beside_each_other(tmp_path, capsys, monkeypatch, kind, reduced, form):
   cfg, workdir, target = run_of(tmp_path, kind, reduced)
   cfg.export.format, cfg.export.target_name = form, "org/name"
   export.run(cfg, workdir)
@@ -235,6 +235,15 @@ def test_formats_stand_beside_each_other(tmp_path, capsys, kind, reduced, form):
     return
   export.run(cfg, workdir)  # finished: nothing is decoded again
   assert f"reused\n{serve}" in capsys.readouterr().out
+  cfg.export.target_name, cfg.export.license = "org/other", "mit"
+  with monkeypatch.context() as patch:  # stopped in the middle
+    patch.setattr(export, "write_drafter", lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+      export.run(cfg, workdir)
+  export.run(cfg, workdir)  # under other names it is written again
+  assert "reused" not in capsys.readouterr().out
+  assert 'license: "mit"' in (folder / "README.md").read_text()
+  assert "org/other" in (folder / "config.json").read_text()
   cfg.export.format = "sglang"
   export.run(cfg, workdir)
   assert (workdir / "export" / "sglang" / export.ACCEPTANCE).is_file()

@@ -700,12 +700,29 @@ def test_verify_measures_each_token_in_units_of_its_own_size():
   """A fault at a token of small values is not hidden by the large ones of another."""
   size = np.asarray([[1000.0], [1.0], [1.0]], np.float32)
   live = np.ones((3, 32), np.float32) * size
-  allowed = lambda stored: verify_store._states("x", stored, live, 1e-3)
+  allowed = lambda stored: verify_store._states("x", stored, live, (1e-3, 1e-3))
   fault = allowed(live + [[0.0], [0.0], [0.01]])
   assert fault.token == 2 and fault.share == pytest.approx((0.01 - 2.0**-8) / 1e-3, rel=1e-3)
   large = allowed(live + [[10.0], [0.0], [0.0]])
   assert large.token == 0 and large.share == pytest.approx(fault.share, rel=1e-3)
   assert allowed(live * (1 + 2.0**-9)).share == 0
+
+
+def test_verify_tells_one_value_from_a_whole_token():
+  """Rounding in low precision moves single values far and no token as a whole: either alone would
+  refuse a good store or pass a bad one."""
+  live = np.ones((2, 64), np.float32)
+  tolerance = verify_store._STATE_TOLERANCE["bfloat16"]
+  judged = lambda stored: verify_store._states("x", stored, live, tolerance)
+  one, every = live.copy(), live.copy()
+  one[1, 3] += 0.4
+  assert judged(one).share < 1
+  one[1, 3] += 1.0
+  assert judged(one).share > 1 and judged(one).token == 1
+  every[0] += 0.1
+  found = judged(every)
+  assert found.share > 1 and found.token == 0
+  assert found.value == pytest.approx(0.1 - 2.0**-8, rel=1e-3)
 
 
 def wrong_id(arrays):
