@@ -41,6 +41,13 @@ def means(sums: dict[str, np.ndarray]) -> dict[str, Any]:
   return out | (_calibration(sums) if "confidence_count" in sums else {})
 
 
+def alpha_text(record: dict[str, Any]) -> str:
+  """alpha of `means` for the terminal; of a sparse teacher both certified bounds."""
+  if "alpha_lower" not in record:
+    return f"{record['alpha']:.3f}"
+  return f"{record['alpha_lower']:.3f} to {record['alpha']:.3f} (certified bounds)"
+
+
 _BINS = 10  # of the confidence, for its calibration
 
 

@@ -400,7 +400,7 @@ def fit(cfg, target, module, packer: Packer, held: Sequence[dict], folder: Path,
   if distributed.is_primary():
     drafters.save_drafter(folder / "drafter", final, target, step=best.step)
   record = best.extra["best"]
-  print(f"{STAGE}: best step {best.step}, validation alpha {record['alpha']:.3f}, "
+  print(f"{STAGE}: best step {best.step}, validation alpha {metrics.alpha_text(record)}, "
         f"greedy match {record['greedy_match']:.3f}" + (
             f", confidence head off by {record['confidence_error']:.3f} on average"
             if "confidence_error" in record else ""))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import numpy as np
@@ -105,9 +106,9 @@ def test_online_features_are_those_of_the_store(answered, tmp_path):
     np.testing.assert_allclose(tensors["online"][name], value, atol=2e-3)
 
 
-def test_a_sparse_teacher_trains(answered, tmp_path):
+def test_a_sparse_teacher_trains(answered, tmp_path, capsys):
   """With all ids kept it teaches what the states do; with few of them the bounds are apart."""
-  tensors, held = {}, {}
+  tensors, held, said = {}, {}, {}
   vocabulary = len(toy.vocabulary())
   for name, changes in (("store", {"mode": "store"}),
                         ("all", {"mode": "topk", "topk": vocabulary}),
@@ -120,12 +121,14 @@ def test_a_sparse_teacher_trains(answered, tmp_path):
         folder / "train" / "drafter" / "drafter.safetensors")
     rows = (folder / "train" / "metrics.jsonl").read_text().splitlines()
     held[name] = json.loads(rows[-1])
+    said[name] = capsys.readouterr().out
   for key, value in tensors["store"].items():
     np.testing.assert_allclose(tensors["all"][key], value, atol=4e-3)
   assert held["all"]["alpha"] == pytest.approx(held["store"]["alpha"], abs=2e-3)
   assert held["all"]["alpha_lower"] == pytest.approx(held["all"]["alpha"], abs=1e-3)
   assert held["few"]["alpha_lower"] < held["few"]["alpha"] - 0.01
-  assert "alpha_lower" not in held["store"]
+  assert "alpha_lower" not in held["store"] and "certified" not in said["store"]
+  assert re.search(r"validation alpha 0\.\d+ to 0\.\d+ \(certified bounds\)", said["few"])
 
 
 @pytest.mark.parametrize("changes, match", [
