@@ -3,7 +3,7 @@
   python -m train_drafter --config=configs/dflash.py --workdir=runs/dflash \
     --config.prompts.path=TRAIN_FOLDER --config.prompts.eval_path=EVAL.jsonl
 
-`configs/dflash.py:smoke` is the same in a few minutes, on the embedded prompts.
+`configs/dflash.py:smoke` is the same in five to ten minutes, on the embedded prompts.
 """
 
 from configs.small_lm import longer

@@ -3,7 +3,7 @@
   python -m train_drafter --config=configs/dspark.py --workdir=runs/dspark \
     --config.prompts.path=TRAIN_FOLDER --config.prompts.eval_path=EVAL.jsonl
 
-`configs/dspark.py:smoke` is the same in a few minutes, on the embedded prompts.
+`configs/dspark.py:smoke` is the same in five to ten minutes, on the embedded prompts.
 """
 
 from configs.small_lm import longer

@@ -3,7 +3,7 @@
   python -m train_drafter --config=configs/eagle3.py --workdir=runs/eagle3 \
     --config.prompts.path=TRAIN_FOLDER --config.prompts.eval_path=EVAL.jsonl
 
-`configs/eagle3.py:smoke` is the same in a few minutes, on the embedded prompts.
+`configs/eagle3.py:smoke` is the same in five to ten minutes, on the embedded prompts.
 """
 
 from configs.small_lm import longer

@@ -3,7 +3,7 @@
   python -m train_drafter --config=configs/small_lm.py --workdir=runs/small_lm \
     --config.prompts.path=TRAIN_FOLDER --config.prompts.eval_path=EVAL.jsonl
 
-`configs/small_lm.py:smoke` is the same in a few minutes, on the embedded prompts.
+`configs/small_lm.py:smoke` is the same in five to ten minutes, on the embedded prompts.
 """
 
 from spec_jax.errors import UserError
