@@ -63,15 +63,14 @@ def run(cfg: Config, workdir: Path) -> Path:
   out = folder / ("drafter" if form.name == "hf" else form.name)
   serve = command(cfg.drafter.kind, form.name, str(out), form.target, form.draft_len)
   stated = [form.target, cfg.export.license]
-  named = opened.counts.get("named", {})
-  if opened.complete and (out / ACCEPTANCE).exists() and named.get(form.name) == stated:
+  named = dict(opened.counts.get("named", {}))
+  if opened.complete and named.pop(form.name, None) == stated:
     print(f"{STAGE}: {out}, reused\n{serve}")
     return folder
   if opened.complete:  # another format, or this one under other names: a stop leaves the others
     others = {n: size for n, size in opened.files.items() if not n.startswith(f"{out.name}/")}
-    opened = dataclasses.replace(opened, files=others)
+    opened = dataclasses.replace(opened, files=others, counts=opened.counts | {"named": named})
     opened.save(folder)
-  (out / ACCEPTANCE).unlink(missing_ok=True)
   trained = spec_jax.load_drafter(str(workdir / "train" / "drafter"), target, "float32").module
   facts = {"target": card.public_name(target.name), "target_weight_hash": target.weight_hash,
            "tokenizer_hash": target.tokenizer.hash(), "draft_len": cfg.evaluate.draft_len,
@@ -83,7 +82,6 @@ def run(cfg: Config, workdir: Path) -> Path:
   manifest.write_json(out / ACCEPTANCE, content)
   counts = {"prompts": len(golden), "identical": content["identical"],
             "tau": content["acceptance"]["exported"]["tau"],
-            "formats": sorted({*opened.counts.get("formats", ()), form.name}),
             "named": named | {form.name: stated}}
   manifest.finish(folder, opened, counts, "*/*")
   print(f"{STAGE}: {out}, tau {counts['tau']:.2f} on {len(golden)} golden prompts, "

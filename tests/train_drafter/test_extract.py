@@ -711,7 +711,7 @@ def test_verify_measures_each_token_in_units_of_its_own_size():
 def test_verify_tells_one_value_from_a_whole_token():
   """Rounding in low precision moves single values far and no token as a whole: either alone would
   refuse a good store or pass a bad one."""
-  live = np.ones((2, 64), np.float32)
+  live = np.ones((2, 1024), np.float32)
   tolerance = verify_store._STATE_TOLERANCE["bfloat16"]
   judged = lambda stored: verify_store._states("x", stored, live, tolerance)
   one, every = live.copy(), live.copy()
